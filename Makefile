@@ -1,0 +1,72 @@
+# make demo    the main job: a small trained model completes code
+# make test    the full tests
+# make check   style, types and the fast tests, under 3 minutes
+# make format  repair the style
+# make readme  bring the table of devices in README.md up to date
+# make wheel   build the wheel into dist/
+# make clean   remove what these targets made
+#
+# PYTHON=...  the Python to start from (3.11 or later). If it has torch, that torch is used and never replaced.
+# TORCH=...   what pip installs where it has none. A plain `torch` would take the newest build, several GB with CUDA.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+PYTEST_ARGS ?=
+
+# -P keeps the repository root off sys.path, where the folder triton_kernels/ would answer for Triton's package.
+# Tools run as modules: in an environment that inherits packages, their scripts may lie elsewhere.
+RUN := $(VENV)/bin/python -P
+ENVIRONMENT := $(PYTHON) .ci/environment.py $(VENV) --torch '$(TORCH)'
+# Whole-model, compilation and server tests take minutes; `make check` leaves these folders to `make test`.
+LONG_TESTS := tests/model tests/compile tests/vllm
+
+.NOTPARALLEL:
+.PHONY: help demo test check lint types format readme wheel clean
+.DELETE_ON_ERROR:
+
+help:
+	@awk '!/^#/ { exit } { sub(/^# ?/, ""); print }' Makefile
+
+# A stamp says that the environment holds what this pyproject.toml asks for, so nothing is downloaded twice.
+$(VENV)/run.stamp: pyproject.toml .ci/environment.py
+	$(ENVIRONMENT)
+	@touch $@
+
+$(VENV)/test.stamp: pyproject.toml .ci/environment.py
+	$(ENVIRONMENT) --extra test
+	@touch $@ $(VENV)/run.stamp
+
+demo: $(VENV)/run.stamp
+	$(VENV)/bin/inkling demo
+
+test: $(VENV)/test.stamp
+	$(RUN) -m pytest -m "not gpu and not slow" $(PYTEST_ARGS)
+
+check: lint types
+	$(RUN) -m pytest -m "not gpu and not slow" $(addprefix --ignore=,$(LONG_TESTS)) $(PYTEST_ARGS)
+
+lint: $(VENV)/test.stamp
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+
+types: $(VENV)/test.stamp
+	PYTHON=$(VENV)/bin/python bash .ci/typecheck
+
+format: $(VENV)/test.stamp
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+readme: $(VENV)/run.stamp
+	@mkdir -p build
+	$(VENV)/bin/inkling explain --markdown > build/support.md
+	sed -i -e '/support:begin/,/support:end/{//!d}' -e '/support:begin/r build/support.md' README.md
+
+# Setuptools packs whatever an earlier build left under build/, deleted modules included.
+wheel: $(VENV)/test.stamp
+	rm -rf build
+	$(RUN) -m pip wheel --no-deps --no-build-isolation --wheel-dir dist .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,287 @@
+"""Which implementation of an operation runs on which device: one table, read once when a model is built.
+
+`ROWS` holds a row for every implementation of every operation, grouped by operation and most specific first. The
+first row whose families, capabilities and condition all hold is taken (`resolve`); the rows before it are passed
+over, each for a reason that is kept and shown (`explain`, `inkling explain`). Nothing is chosen a token at a
+time, nothing falls back: where no row holds, `UnsupportedOnTarget` lists them all, and a row that was chosen and
+does not work is an error.
+
+Implementations are strings (`module:function`) that `inkling_portable.ops` imports, so the table loads and
+explains itself for any device on any machine, without torch and without the implementations.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Final
+
+from inkling_kernels.target import CAPABILITIES, TARGETS, Target
+
+#: The operations that a model is made of, in the order of a forward pass.
+OPS: Final = (
+    "embedding",
+    "rms_norm",
+    "qkvr_prep",
+    "rel_attention",
+    "short_conv",
+    "routing",
+    "moe_experts",
+    "silu_mul",
+)
+FORMATS: Final = ("bf16", "nvfp4", "mxfp4")
+#: Names of torch dtypes that activations may have (`float64` for tests), and those that a KV cache may have.
+DTYPES: Final = ("bfloat16", "float16", "float32", "float64")
+KV_DTYPES: Final = (*DTYPES, "float8_e4m3fn")
+
+#: The environment variable that forces rows: `INKLING_IMPL=rms_norm=torch,moe_experts=unpack`.
+FORCE_VARIABLE: Final = "INKLING_IMPL"
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known of a model and its cache before any token arrives, on one rank; the defaults are Inkling's at TP 1.
+
+    * `format`: of the routed experts' weights, one of `FORMATS` (`bf16` is any unquantised float type).
+    * `dtype`, `kv_dtype`: of activations and of the KV cache, as torch names them.
+    * `hidden_size`, `head_dim`, `d_rel`, `top_k`, `conv_width`: as in the model's config.
+    * `page_size`: tokens in a page of the KV cache.
+    * `num_experts`, `expert_width`: routed experts held, and their width, on this rank: local under EP and TP.
+
+    Raises ValueError or TypeError naming the field that is out of its range.
+    """
+
+    format: str = "bf16"
+    dtype: str = "bfloat16"
+    kv_dtype: str = "bfloat16"
+    hidden_size: int = 6144
+    head_dim: int = 128
+    d_rel: int = 16
+    page_size: int = 16
+    num_experts: int = 256
+    expert_width: int = 3072
+    top_k: int = 6
+    conv_width: int = 4
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("format", FORMATS), ("dtype", DTYPES), ("kv_dtype", KV_DTYPES)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {getattr(self, name)!r}")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type != "int":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"{field.name} must be an integer, not {value!r}")
+            if value < 1:
+                raise ValueError(f"{field.name} must be at least 1, not {value}")
+
+
+#: A condition of a row on static facts: None where it holds, else what is wrong, in words, with the value at hand.
+#: Its docstring says why the implementation has that limit.
+Condition = Callable[[Facts], str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One implementation of one operation and where it may run.
+
+    * `targets`: families (`Target.families`), each listed by name: an architecture, `cuda`, `hip`, `gpu`
+      or `cpu`. Newer chips are not supersets of older ones, so no row says "from sm100 on".
+    * `needs`: capabilities (`CAPABILITIES`), all of them.
+    * `when`: a `Condition`, or None.
+    * `impl`: `module:function`; `name`: the short name by which `INKLING_IMPL` forces it.
+    * `why`: what this implementation is and why it stands where it does.
+    * `evidence`: what was seen of it: `ran DEVICE`, `emulated` (its compiled code was executed on an emulator),
+      `compiled` or `none`. A JSON file in `benchmarks/results/` or `rocm/evidence/` backs each but the last: for
+      `ran DEVICE` one whose `device` is DEVICE, else one with that word as `evidence` and `op=name` in `rows`.
+    """
+
+    op: str
+    targets: tuple[str, ...]
+    needs: tuple[str, ...]
+    when: Condition | None
+    impl: str
+    name: str
+    why: str
+    evidence: str
+
+    def problem(self, target: Target, facts: Facts) -> str | None:
+        """Why this row does not hold on `target` for `facts`, or None where it does."""
+        if not set(self.targets) & set(target.families):
+            return f"is for {', '.join(self.targets)}"
+        missing = [need for need in self.needs if need not in target.capabilities]
+        if missing:
+            return "needs " + ", ".join(f"{need} ({CAPABILITIES[need]})" for need in missing)
+        return self.when(facts) if self.when is not None else None
+
+
+# fmt: off
+ROWS: Final[tuple[Row, ...]] = (
+    #   op               targets    needs when  implementation                                        name
+    #   why, evidence
+    Row("embedding",     ("cpu",),  (),   None, "inkling_kernels.embedding:embedding_ref",            "torch",
+        "a gather and a norm, in torch", "ran cpu"),
+    Row("rms_norm",      ("cpu",),  (),   None, "inkling_kernels.norm:rms_norm_ref",                  "torch",
+        "float32 statistics, in torch: Triton compiles nothing for a CPU", "ran cpu"),
+    Row("qkvr_prep",     ("cpu",),  (),   None, "inkling_kernels.kv_cache:qkvr_prep_ref",             "torch",
+        "convolution, norms, tau and cache write in turn, in torch", "ran cpu"),
+    Row("rel_attention", ("cpu",),  (),   None, "inkling_kernels.rel_attention:rel_attention_ref",    "torch",
+        "tiles of query rows over the keys that they may see, in torch matrix products", "ran cpu"),
+    Row("short_conv",    ("cpu",),  (),   None, "inkling_kernels.short_conv:short_conv_ref",          "torch",
+        "a float32 sum of W shifted products, in torch", "ran cpu"),
+    Row("routing",       ("cpu",),  (),   None, "inkling_kernels.routing:routing_ref",                "torch",
+        "float32 in torch; a stable sort, so that the lowest index wins a tie", "ran cpu"),
+    Row("moe_experts",   ("cpu",),  (),   None, "inkling_kernels.moe_gemm:moe_experts_ref",           "torch",
+        "one matrix product an expert that has tokens; fp4 is dequantised an expert at a time", "ran cpu"),
+    Row("silu_mul",      ("cpu",),  (),   None, "inkling_kernels.activation:silu_mul_ref",            "torch",
+        "elementwise on the interleaved columns, in torch", "ran cpu"),
+)
+# fmt: on
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What the table says of one operation on one target: the row taken, or None, and the rows passed over first."""
+
+    op: str
+    row: Row | None
+    passed_over: tuple[tuple[Row, str], ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """A form for JSON."""
+        row = self.row
+        return {
+            "op": self.op,
+            "chosen": row and {"name": row.name, "impl": row.impl, "why": row.why, "evidence": row.evidence},
+            "passed_over": [
+                {"name": other.name, "impl": other.impl, "targets": list(other.targets), "reason": reason}
+                for other, reason in self.passed_over
+            ],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What the table says of every operation on one target, one `Choice` an operation."""
+
+    target: Target
+    facts: Facts
+    choices: tuple[Choice, ...]
+
+    @property
+    def missing(self) -> tuple[Choice, ...]:
+        """The operations that have no row here. A model can be built on the target where there are none."""
+        return tuple(choice for choice in self.choices if choice.row is None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A form for JSON."""
+        return {
+            "target": str(self.target),
+            "name": self.target.name,
+            "facts": asdict(self.facts),
+            "supported": not self.missing,
+            "operations": [choice.to_dict() for choice in self.choices],
+        }
+
+
+class UnsupportedOnTarget(ValueError):
+    """No row holds: the message lists, for each operation, every row with the reason it was passed over."""
+
+    def __init__(self, target: Target, missing: tuple[Choice, ...]) -> None:
+        self.target = target
+        self.missing = missing
+        listing = ", ".join(
+            f"{choice.op} (" + "; ".join(f"{row.name} {reason}" for row, reason in choice.passed_over) + ")"
+            for choice in missing
+        )
+        super().__init__(f"{target} ({target.name}) has no implementation of {listing}")
+
+
+def explain(
+    target: Target, facts: Facts, forced: Mapping[str, str] | None = None, rows: tuple[Row, ...] = ROWS
+) -> Explanation:
+    """What the table says of every operation. Imports nothing, so it answers for any target on any machine.
+
+    `forced` maps operations to names of implementations; a forced one is held to the same conditions as if it had been
+    alone in the table. Raises ValueError when it names an operation or an implementation that does not exist.
+    """
+    forced = forced or {}
+    ops = tuple(dict.fromkeys(row.op for row in rows))
+    for op, name in forced.items():
+        if op not in ops:
+            raise ValueError(f"cannot force {op}={name}: there is no operation {op!r}, only {', '.join(ops)}")
+        names = list(dict.fromkeys(row.name for row in rows if row.op == op))
+        if name not in names:
+            raise ValueError(f"cannot force {op}={name}: the implementations of {op} are {', '.join(names)}")
+    return Explanation(target, facts, tuple(_choose(op, target, facts, forced.get(op), rows) for op in ops))
+
+
+def resolve_all(
+    target: Target, facts: Facts, forced: Mapping[str, str] | None = None, rows: tuple[Row, ...] = ROWS
+) -> dict[str, Choice]:
+    """The row of every operation. Raises `UnsupportedOnTarget` for all those that have none, in one error."""
+    explanation = explain(target, facts, forced, rows)
+    if explanation.missing:
+        raise UnsupportedOnTarget(target, explanation.missing)
+    return {choice.op: choice for choice in explanation.choices}
+
+
+def resolve(op: str, target: Target, facts: Facts, forced: str | None = None, rows: tuple[Row, ...] = ROWS) -> Choice:
+    """The row of one operation. Raises `UnsupportedOnTarget` where it has none, ValueError on an unknown name."""
+    own = tuple(row for row in rows if row.op == op)
+    if not own:
+        raise ValueError(f"there is no operation {op!r}, only {', '.join(dict.fromkeys(row.op for row in rows))}")
+    return resolve_all(target, facts, None if forced is None else {op: forced}, own)[op]
+
+
+def _choose(op: str, target: Target, facts: Facts, forced: str | None, rows: tuple[Row, ...]) -> Choice:
+    passed_over: list[tuple[Row, str]] = []
+    for row in rows:
+        if row.op != op:
+            continue
+        reason = row.problem(target, facts)
+        if reason is None and forced not in (None, row.name):
+            reason = f"is set aside: {op}={forced} is forced"
+        if reason is None:
+            return Choice(op, row, tuple(passed_over))
+        passed_over.append((row, reason))
+    return Choice(op, None, tuple(passed_over))
+
+
+def forced_from_environment() -> dict[str, str]:
+    """The rows that the variable `INKLING_IMPL` forces: the only reading of the environment in dispatch.
+
+    Raises ValueError when the variable is not a comma-separated list of `operation=implementation`.
+    """
+    text = os.environ.get(FORCE_VARIABLE, "")
+    forced: dict[str, str] = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        op, equals, name = (part.strip() for part in item.partition("="))
+        if not (op and equals and name) or op in forced:
+            raise ValueError(f"{FORCE_VARIABLE}={text!r}: expected op=impl,op2=impl with each op once, got {item!r}")
+        forced[op] = name
+    return forced
+
+
+def support_table() -> str:
+    """The support table of the README, in Markdown: every target in every format, then every implementation.
+
+    A target's cell holds the evidence of the rows that it would take, weakest first, or how many operations have none.
+    """
+    strength = {"none": 0, "compiled": 1, "emulated": 2}
+    lines = ["| target | chip | " + " | ".join(FORMATS) + " |", "|---" * (2 + len(FORMATS)) + "|"]
+    for target in TARGETS:
+        cells = []
+        for format_ in FORMATS:
+            explanation = explain(target, Facts(format=format_))
+            seen = {choice.row.evidence for choice in explanation.choices if choice.row is not None}
+            absent = [f"no row for {len(explanation.missing)} of {len(OPS)} operations"] if explanation.missing else []
+            cells.append("; ".join(absent + sorted(seen, key=lambda word: (strength.get(word, 3), word))))
+        lines.append(f"| `{target}` | {target.name} | " + " | ".join(cells) + " |")
+    lines += ["", "| operation | implementation | targets | what it is | evidence |", "|---|---|---|---|---|"]
+    for row in ROWS:
+        where = ", ".join((*row.targets, *row.needs))
+        lines.append(f"| {row.op} | {row.name} | {where} | {row.why} | {row.evidence} |")
+    return "\n".join(lines)

@@ -1,0 +1,210 @@
+"""The Python API: a checkpoint with its tokenizer, ready to generate.
+
+    from inkling_portable import LLM, SamplingParams
+
+    llm = LLM("path/to/checkpoint")
+    for request in llm.generate(["def main(", "import "], SamplingParams(max_tokens=32, temperature=0)):
+        print(request.outputs[0].text)
+
+Names and meanings follow vLLM's, so a script moves to it by changing an import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from inkling_kernels.target import Target, current_target
+from inkling_portable.cache import FULL, SLIDING, kind_of
+from inkling_portable.checkpoint import Checkpoint
+from inkling_portable.config import InklingConfig
+from inkling_portable.dispatch import Facts
+from inkling_portable.engine import Engine, RequestOutput
+from inkling_portable.model import Inkling
+from inkling_portable.mtp import MultiTokenPrediction
+from inkling_portable.ops import Ops
+from inkling_portable.sampling import SamplingParams
+from inkling_portable.text import TextCodec
+from inkling_portable.weights import load_tensors
+
+
+def pages_for(
+    config: InklingConfig, max_num_seqs: int, max_model_len: int, chunk: int, page: int, drafts: int
+) -> dict[str, int]:
+    """Pages of each kind for `max_num_seqs` full-length sequences, and as many sliding ones again for kept prefixes."""
+    full = -(-(max_model_len + drafts) // page)
+    live = -(-(config.sliding_window_size + chunk + 2 * drafts) // page) + 1
+    return {FULL: full * max_num_seqs, SLIDING: min(full, 2 * live) * max_num_seqs}
+
+
+def page_bytes(config: InklingConfig, page: int, itemsize: int, mtp_layers: int) -> dict[str, int]:
+    """Bytes that one page of each kind takes over all layers of the kind."""
+    specs = [config.layer(i) for i in range(config.num_hidden_layers)] + [
+        config.mtp_layer(d) for d in range(mtp_layers)
+    ]
+    total = {FULL: 0, SLIDING: 0}
+    for spec in specs:
+        total[kind_of(spec)] += 2 * spec.kv_size * page * itemsize
+    return total
+
+
+class LLM:
+    """A model with its tokenizer, ready to generate; arguments are named after vLLM's.
+
+    `model` is a checkpoint folder or hub id; without one the small trained model that comes with the package is used.
+    `dtype` 'auto' is bfloat16, the dtype of the released checkpoints. The caches hold `max_num_seqs` sequences of
+    `max_model_len` tokens within `kv_cache_memory_bytes`; a context that does not fit is an error that says what
+    does.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        dtype: str | torch.dtype = "auto",
+        device: str = "cpu",
+        max_model_len: int | None = None,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 512,
+        block_size: int = 64,
+        kv_cache_memory_bytes: int = 4 << 30,
+        enable_prefix_caching: bool = True,
+        num_speculative_tokens: int = 0,
+        progress: bool = False,
+    ) -> None:
+        checkpoint = Checkpoint.open(model if model is not None else default_model())
+        config = self.config = checkpoint.config
+        if block_size < 1 or max_num_seqs < 1 or max_num_batched_tokens < 1:
+            raise ValueError("block_size, max_num_seqs and max_num_batched_tokens must each be at least 1")
+        target = current_target() if device == "auto" else Target.parse(device)
+        torch_dtype = torch.bfloat16 if dtype == "auto" else _dtype(dtype)
+        formats = set(checkpoint.formats.values()) - {"bf16"}
+        self.ops = Ops.bind(target, facts_of(config, formats.pop() if formats else "bf16", torch_dtype, block_size))
+        place = target.device_type
+        per_page = page_bytes(config, block_size, torch_dtype.itemsize, num_speculative_tokens)
+        longest = _longest_context(config, per_page, kv_cache_memory_bytes, max_num_batched_tokens, block_size)
+        if max_model_len is None:
+            max_model_len = min(config.max_position_embeddings, longest)
+        if max_model_len > longest:
+            raise ValueError(
+                f"a context of {max_model_len} tokens does not fit {kv_cache_memory_bytes / 2**30:.2f} GiB of cache; "
+                f"{longest} do: lower max_model_len or raise kv_cache_memory_bytes"
+            )
+        self.model = Inkling(config, self.ops, dtype=torch_dtype, device=place)
+        self.mtp = None
+        if num_speculative_tokens:
+            self.mtp = MultiTokenPrediction(config, self.ops, num_speculative_tokens, dtype=torch_dtype, device=place)
+        self._load(checkpoint, torch_dtype, place, progress)
+        self.codec = TextCodec.find(checkpoint.path)
+        pages = pages_for(
+            config, max_num_seqs, max_model_len, max_num_batched_tokens, block_size, num_speculative_tokens
+        )
+        share = min(1.0, kv_cache_memory_bytes / max(1, sum(pages[kind] * per_page[kind] for kind in pages)))
+        one = pages_for(config, 1, max_model_len, max_num_batched_tokens, block_size, num_speculative_tokens)
+        self.engine = Engine(
+            self.model,
+            self.mtp,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            block_size=block_size,
+            num_pages={kind: max(one[kind], int(count * share)) for kind, count in pages.items()},
+            enable_prefix_caching=enable_prefix_caching,
+            device=place,
+            codec=self.codec,
+        )
+
+    def _load(self, checkpoint: Checkpoint, dtype: torch.dtype, device: str, progress: bool) -> None:
+        for name, value in load_tensors(checkpoint, dtype, device, progress=progress):
+            room = name.partition(".")[0]
+            if room == "llm":
+                self.model.load([(name, value)])
+            elif room == "mtp" and self.mtp is not None:
+                self.mtp.load([(name, value)])
+        self.model.requires_grad_(False)
+        if self.mtp is not None:
+            self.mtp.requires_grad_(False)
+
+    def generate(
+        self,
+        prompts: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete prompts (texts, or `{"prompt_token_ids": [...]}`) in one batch; results in the order of the
+        prompts.
+        """
+        results: dict[int, RequestOutput] = {}
+        for output, _ in self.stream(prompts, sampling_params):
+            results[output.request_id] = output
+        return [results[key] for key in sorted(results)]
+
+    def stream(
+        self,
+        prompts: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[tuple[RequestOutput, str]]:
+        """Like `generate`, yielding each request's output so far with its newest text as steps end."""
+        if isinstance(prompts, (str, Mapping)):
+            prompts = [prompts]
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params or SamplingParams()] * len(prompts)
+        if len(sampling_params) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts came with {len(sampling_params)} sampling parameters")
+        requests = [self._request(p) for p in prompts]
+        for (text, tokens), params in zip(requests, sampling_params, strict=True):
+            self.engine.submit(tokens, params, text)
+        while self.engine.unfinished():
+            yield from self.engine.step()
+
+    def _request(self, prompt: str | Mapping[str, Any]) -> tuple[str | None, list[int]]:
+        fields = {"prompt": prompt} if isinstance(prompt, str) else prompt
+        text: str | None = fields.get("prompt")
+        if "prompt_token_ids" in fields:
+            return text, list(fields["prompt_token_ids"])
+        if text is None:
+            raise ValueError("a prompt has neither 'prompt' nor 'prompt_token_ids'")
+        if self.codec is None:
+            raise ValueError("the checkpoint has no tokenizer.json; give prompt_token_ids instead of text")
+        return text, self.codec.encode(text)
+
+
+def facts_of(config: InklingConfig, format: str, dtype: torch.dtype, page_size: int) -> Facts:
+    """The static facts by which the dispatch table chooses, of a model on one device."""
+    name = str(dtype).removeprefix("torch.")
+    return Facts(
+        format=format,
+        dtype=name,
+        kv_dtype=name,
+        hidden_size=config.hidden_size,
+        head_dim=config.head_dim,
+        d_rel=config.d_rel,
+        page_size=page_size,
+        num_experts=config.n_routed_experts or 1,
+        expert_width=config.moe_intermediate_size or 1,
+        top_k=config.num_experts_per_tok or 1,
+        conv_width=config.conv_kernel_size,
+    )
+
+
+def default_model() -> Path:
+    """The folder of the small trained model that comes with the package."""
+    return Path(__file__).parent / "assets" / "tiny"
+
+
+def _dtype(name: str | torch.dtype) -> torch.dtype:
+    known = {"bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float32": torch.float32, "fp32": torch.float32}
+    if isinstance(name, torch.dtype):
+        name = str(name).removeprefix("torch.")
+    if name not in known:
+        raise ValueError(f"dtype is {name}; expected auto, bfloat16 or float32 (float16 overflows in this model)")
+    return known[name]
+
+
+def _longest_context(config: InklingConfig, per_page: Mapping[str, int], budget: int, chunk: int, page: int) -> int:
+    """The longest sequence whose pages fit `budget` bytes."""
+    live = 2 * (-(-(config.sliding_window_size + chunk + 16) // page) + 1)
+    full = max((budget - live * per_page[SLIDING]) // max(per_page[FULL], 1), budget // max(sum(per_page.values()), 1))
+    return max(int(full) * page - 8, 1) if per_page[FULL] else config.max_position_embeddings

@@ -1,0 +1,357 @@
+"""The Inkling decoder: one model for every device, format and host program.
+
+    a  = rms(h; attn_norm)        h += conv(Attention(a)) m  = rms(h; mlp_norm)         h += conv(MLP(m))
+    MLP is dense, or routed experts plus always-on shared ones
+
+Arithmetic lives in the operations that the dispatch table bound (`Ops`); this file says in which order they run and
+with which weights. Projections come from a `Parts` factory, so a host with parallel linear layers of its own brings
+them. Rows of all sequences are concatenated (`[T, ...]`); a `Batch` says whose they are and where their state lives.
+
+Weights are named after the checkpoint's tensors; query, key, value and relative projections are one product, as are
+gate and up, whose rows alternate. The shared experts are one dense MLP whose hidden units carry their expert's
+weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from inkling_kernels.numerics import ExpertWeight
+from inkling_portable.cache import Batch, LayerState, kind_of
+from inkling_portable.config import InklingConfig, LayerSpec
+from inkling_portable.ops import Ops
+
+
+class Parts(Protocol):
+    """Makes the projections of the model. `outs` are the widths of the products that one call computes together."""
+
+    def column(self, name: str, inputs: int, outs: tuple[int, ...]) -> nn.Module: ...
+
+    def row(self, name: str, inputs: int, outs: int) -> nn.Module: ...
+
+
+class TorchParts:
+    """Plain `torch.nn.Linear` projections in one dtype on one device."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device | str) -> None:
+        self.dtype, self.device = dtype, device
+
+    def _linear(self, inputs: int, outs: int) -> nn.Module:
+        # skip_init: the weights are about to be loaded, and initialising a large model takes minutes.
+        return torch.nn.utils.skip_init(nn.Linear, inputs, outs, bias=False, dtype=self.dtype, device=self.device)
+
+    def column(self, name: str, inputs: int, outs: tuple[int, ...]) -> nn.Module:
+        return self._linear(inputs, sum(outs))
+
+    def row(self, name: str, inputs: int, outs: int) -> nn.Module:
+        return self._linear(inputs, outs)
+
+
+def weight_of(projection: nn.Module) -> torch.Tensor:
+    """The matrix of a projection that a `Parts` factory made."""
+    weight = projection.weight
+    if not isinstance(weight, torch.Tensor):
+        raise TypeError(f"{type(projection).__name__} has no weight tensor")
+    return weight
+
+
+def _weight(*shape: int, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+
+
+class Attention(nn.Module):
+    """Relative attention: fused projections, preparation with its short convolutions and norms, attention, output
+    product.
+    """
+
+    def __init__(
+        self, config: InklingConfig, spec: LayerSpec, ops: Ops, parts: Parts, name: str, dtype: torch.dtype, device: str
+    ) -> None:
+        super().__init__()
+        self.spec, self.ops, self.eps = spec, ops, config.rms_norm_eps
+        widths = (spec.q_size, spec.kv_size, spec.kv_size, spec.r_size)
+        self.wqkvr = parts.column(f"{name}.wqkvr", config.hidden_size, widths)
+        self.wo = parts.row(f"{name}.wo", spec.q_size, config.hidden_size)
+        self.kv_sconv = _weight(2 * spec.kv_size, config.conv_kernel_size, dtype=torch.float32, device=device)
+        self.q_norm = _weight(spec.head_dim, dtype=dtype, device=device)
+        self.k_norm = _weight(spec.head_dim, dtype=dtype, device=device)
+        self.rel_proj = _weight(spec.d_rel, spec.extent, dtype=dtype, device=device)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Where each canonical tensor lives."""
+        spec = self.spec
+        q, k, v, r = weight_of(self.wqkvr).split([spec.q_size, spec.kv_size, spec.kv_size, spec.r_size])
+        k_sconv, v_sconv = self.kv_sconv.split(spec.kv_size)
+        return {
+            "wq_du.weight": q,
+            "wk_dv.weight": k,
+            "wv_dv.weight": v,
+            "wr_du.weight": r,
+            "wo_ud.weight": weight_of(self.wo),
+            "k_sconv.weight": k_sconv,
+            "v_sconv.weight": v_sconv,
+            "q_norm.weight": self.q_norm,
+            "k_norm.weight": self.k_norm,
+            "rel_logits_proj.proj": self.rel_proj,
+        }
+
+    def forward(self, a: torch.Tensor, batch: Batch, state: LayerState | None) -> torch.Tensor:
+        spec, kind = self.spec, kind_of(self.spec)
+        q, r, k_pages, v_pages = self.ops.qkvr_prep(
+            self.wqkvr(a),
+            self.kv_sconv,
+            self.q_norm,
+            self.k_norm,
+            self.eps,
+            state and state.kv_conv,
+            batch.slots,
+            batch.cu_seqlens,
+            batch.kv_lens,
+            state and (state.k_pages, state.v_pages),
+            batch.slot_mapping.get(kind),
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            d_rel=spec.d_rel,
+            log_scaling_n_floor=spec.log_scaling_n_floor,
+            log_scaling_alpha=spec.log_scaling_alpha,
+        )
+        out = self.ops.rel_attention(
+            q,
+            r,
+            k_pages,
+            v_pages,
+            self.rel_proj,
+            batch.tables[kind],
+            batch.cu_seqlens,
+            batch.kv_lens,
+            window=spec.window,
+            scale=1.0 / spec.head_dim,
+        )
+        return self.wo(out.flatten(1))
+
+
+class DenseMLP(nn.Module):
+    """`w2 silu_mul(w13 x) * global_scale`; the scale is this MLP's own tensor, not the router's."""
+
+    def __init__(self, config: InklingConfig, ops: Ops, parts: Parts, name: str, device: str) -> None:
+        super().__init__()
+        self.ops = ops
+        self.w13 = parts.column(f"{name}.w13", config.hidden_size, (2 * config.intermediate_size,))
+        self.w2 = parts.row(f"{name}.w2", config.intermediate_size, config.hidden_size)
+        self.global_scale = _weight(1, dtype=torch.float32, device=device)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Where each canonical tensor lives."""
+        return {
+            "w13_dn.weight": weight_of(self.w13),
+            "w2_md.weight": weight_of(self.w2),
+            "global_scale": self.global_scale,
+        }
+
+    def forward(self, m: torch.Tensor) -> torch.Tensor:
+        y = self.w2(self.ops.silu_mul(self.w13(m)))
+        return y * self.global_scale.to(y.dtype)
+
+
+class MoE(nn.Module):
+    """Routed experts, weighed together with the shared experts that every token passes through."""
+
+    def __init__(
+        self, config: InklingConfig, ops: Ops, parts: Parts, name: str, dtype: torch.dtype, device: str
+    ) -> None:
+        super().__init__()
+        self.config, self.ops = config, ops
+        experts, shared, width = config.n_routed_experts, config.n_shared_experts, config.moe_intermediate_size
+        self.gate = _weight(experts + shared, config.hidden_size, dtype=torch.float32, device=device)
+        self.gate_bias = nn.Parameter(torch.empty(experts, device=device), requires_grad=False)
+        self.gate_scale = _weight(1, dtype=torch.float32, device=device)
+        self.shared_w13 = parts.column(f"{name}.shared_w13", config.hidden_size, (2 * width,) * shared)
+        self.shared_w2 = parts.row(f"{name}.shared_w2", shared * width, config.hidden_size)
+        self.experts = Experts(
+            ExpertWeight(
+                "bf16",
+                _weight(experts, 2 * width, config.hidden_size, dtype=dtype, device="meta"),
+                layout="interleaved",
+            ),
+            ExpertWeight(
+                "bf16", _weight(experts, config.hidden_size, width, dtype=dtype, device="meta"), layout="plain"
+            ),
+        )
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Where each canonical tensor lives; the shared experts appear apart, as the checkpoint has them."""
+        shared = self.config.n_shared_experts
+        return {
+            "gate.weight": self.gate,
+            "gate.bias": self.gate_bias,
+            "gate.global_scale": self.gate_scale,
+            "shared_experts.shared_w13_weight": weight_of(self.shared_w13).unflatten(0, (shared, -1)),
+            "shared_experts.shared_w2_weight": weight_of(self.shared_w2).unflatten(1, (shared, -1)).transpose(0, 1),
+        }
+
+    def forward(self, m: torch.Tensor) -> torch.Tensor:
+        config = self.config
+        logits = F.linear(m.float(), self.gate)
+        ids, weights, sinks = self.ops.routing(
+            logits, self.gate_bias, self.gate_scale, top_k=config.num_experts_per_tok, route_scale=config.route_scale
+        )
+        routed = self.ops.moe_experts(m, self.experts.w13, self.experts.w2, ids, weights)
+        per_unit = sinks.repeat_interleave(config.moe_intermediate_size, 1)
+        return routed + self.shared_w2(self.ops.silu_mul(self.shared_w13(m), per_unit))
+
+
+class Experts(nn.Module):
+    """Holds the two expert weights of a layer in whatever format the checkpoint has; packed formats stay packed."""
+
+    w13: ExpertWeight
+    w2: ExpertWeight
+
+    def __init__(self, w13: ExpertWeight, w2: ExpertWeight) -> None:
+        super().__init__()
+        self.hold("w13", w13)
+        self.hold("w2", w2)
+
+    def hold(self, name: str, weight: ExpertWeight) -> None:
+        """Replace one weight (`w13` or `w2`); parameters among its tensors are this module's, others its buffers."""
+        for part in ("data", "scale", "scale2"):
+            tensor = getattr(weight, part)
+            key = f"{name}_{part}"
+            self._parameters.pop(key, None)
+            self._buffers.pop(key, None)
+            if isinstance(tensor, nn.Parameter):
+                self.register_parameter(key, tensor)
+            elif tensor is not None:
+                self.register_buffer(key, tensor, persistent=False)
+        object.__setattr__(self, name, weight)
+
+
+class DecoderLayer(nn.Module):
+    """One decoder layer: attention and MLP, each behind a norm and followed by a convolution onto the residual."""
+
+    def __init__(
+        self,
+        config: InklingConfig,
+        spec: LayerSpec,
+        ops: Ops,
+        parts: Parts,
+        name: str,
+        dtype: torch.dtype,
+        device: str,
+        state_index: int,
+    ) -> None:
+        super().__init__()
+        self.spec, self.ops, self.eps, self.state_index = spec, ops, config.rms_norm_eps, state_index
+        hidden, width = config.hidden_size, config.conv_kernel_size
+        self.attn_norm = _weight(hidden, dtype=dtype, device=device)
+        self.attn = Attention(config, spec, ops, parts, f"{name}.attn", dtype, device)
+        self.attn_sconv = _weight(hidden, width, dtype=torch.float32, device=device)
+        self.mlp_norm = _weight(hidden, dtype=dtype, device=device)
+        self.mlp: MoE | DenseMLP = (
+            MoE(config, ops, parts, f"{name}.mlp", dtype, device)
+            if spec.sparse
+            else DenseMLP(config, ops, parts, f"{name}.mlp", device)
+        )
+        self.mlp_sconv = _weight(hidden, width, dtype=torch.float32, device=device)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Where each canonical tensor of the layer lives, by its name within the layer; experts aside."""
+        own = {f"{name}.weight": getattr(self, name) for name in ("attn_norm", "attn_sconv", "mlp_norm", "mlp_sconv")}
+        attn = {f"attn.{name}": tensor for name, tensor in self.attn.tensors().items()}
+        return own | attn | {f"mlp.{name}": tensor for name, tensor in self.mlp.tensors().items()}
+
+    def forward(self, h: torch.Tensor, batch: Batch) -> torch.Tensor:
+        state = batch.states[self.state_index] if batch.states is not None else None
+        where = batch.slots, batch.cu_seqlens, batch.kv_lens
+        y = self.attn(self.ops.rms_norm(h, self.attn_norm, self.eps), batch, state)
+        h = self.ops.short_conv(y, self.attn_sconv, state and state.attn_conv, *where, residual=h)
+        y = self.mlp(self.ops.rms_norm(h, self.mlp_norm, self.eps))
+        return self.ops.short_conv(y, self.mlp_sconv, state and state.mlp_conv, *where, residual=h)
+
+
+class Inkling(nn.Module):
+    """The text backbone with embedding and head. Build it, then `load` canonical tensors, or initialise it for
+    training.
+    """
+
+    def __init__(
+        self, config: InklingConfig, ops: Ops, *, dtype: torch.dtype, device: str = "cpu", parts: Parts | None = None
+    ) -> None:
+        super().__init__()
+        self.config, self.ops, self.dtype = config, ops, dtype
+        parts = parts or TorchParts(dtype, device)
+        self.embed = _weight(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        self.embed_norm = _weight(config.hidden_size, dtype=dtype, device=device)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, config.layer(i), ops, parts, f"layers.{i}", dtype, device, i)
+            for i in range(config.num_hidden_layers)
+        )
+        self.norm = _weight(config.hidden_size, dtype=dtype, device=device)
+        # Rows of the padded vocabulary are not kept: no logit of theirs exists to be sampled, ranked or drafted.
+        self.unembed = _weight(config.unpadded_vocab_size, config.hidden_size, dtype=dtype, device=device)
+
+    def embedding(self, ids: torch.Tensor) -> torch.Tensor:
+        """Normed embeddings `[T, H]` of token ids `[T]` int64."""
+        return self.ops.embedding(ids, self.embed, self.embed_norm, self.config.rms_norm_eps)
+
+    def forward(self, h: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Run the rows `h` `[T, H]` (from `embedding`, placeholders replaced) and return the normed hidden states
+        `[T, H]`.
+        """
+        for layer in self.layers:
+            h = layer(h, batch)
+        return self.ops.rms_norm(h, self.norm, self.config.rms_norm_eps)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits `[N, unpadded_vocab_size]`, float32, of normed hidden states `[N, H]`."""
+        return F.linear(hidden / self.config.logits_mup_width_multiplier, self.unembed).float()
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Where each canonical tensor (`llm.…`) lives: views into the parameters, experts aside (see `experts`)."""
+        found: dict[str, torch.Tensor] = {
+            "llm.embed.weight": self.embed,
+            "llm.embed_norm.weight": self.embed_norm,
+            "llm.norm.weight": self.norm,
+            "llm.unembed.weight": self.unembed,
+        }
+        for i, layer in enumerate(self.decoder_layers()):
+            found |= {f"llm.layers.{i}.{name}": tensor for name, tensor in layer.tensors().items()}
+        return found
+
+    def decoder_layers(self) -> Iterator[DecoderLayer]:
+        """The decoder layers in order."""
+        for layer in self.layers:
+            if isinstance(layer, DecoderLayer):
+                yield layer
+
+    def experts(self) -> dict[str, Experts]:
+        """The expert weights of each expert layer, by the canonical prefix `llm.layers.N.mlp.experts`."""
+        layers = enumerate(self.decoder_layers())
+        return {f"llm.layers.{i}.mlp.experts": layer.mlp.experts for i, layer in layers if isinstance(layer.mlp, MoE)}
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor | ExpertWeight]]) -> None:
+        """Copy canonical checkpoint tensors into the model, one at a time; the head's padded rows are left out.
+
+        The checkpoint has been inspected before, so an unknown name (`KeyError`) or another shape (`ValueError`) is a
+        defect.
+        """
+        places, experts = self.tensors(), self.experts()
+        for name, value in tensors:
+            if isinstance(value, ExpertWeight):
+                prefix, _, which = name.rpartition(".")
+                experts[prefix].hold(which, value)
+            else:
+                copy_into(places[name], value[: self.config.unpadded_vocab_size] if "unembed" in name else value, name)
+
+
+def copy_into(target: torch.Tensor, value: torch.Tensor, name: str) -> None:
+    """Copy `value` into `target` of the same shape."""
+    if target.shape != value.shape:
+        raise ValueError(f"{name}: shape {tuple(value.shape)}, expected {tuple(target.shape)}")
+    with torch.no_grad():
+        target.copy_(value)

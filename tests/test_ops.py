@@ -1,0 +1,122 @@
+"""Binding: what a model calls is what the table chose, loaded once, and a row that does not load is an error."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from inkling_kernels.target import Target
+from inkling_portable.dispatch import OPS, ROWS, Facts, Row, UnsupportedOnTarget
+from inkling_portable.ops import BrokenImplementation, Ops, load
+
+CPU, INTERPRET = Target.parse("cpu"), Target.parse("interpret")
+
+
+def table(**impls: str) -> tuple[Row, ...]:
+    """A table with one row for every device and operation, by default a function of the standard library."""
+    return tuple(Row(op, ("cpu", "gpu"), (), None, impls.get(op, f"operator:{op}"), "k", "w", "none") for op in OPS)
+
+
+STDLIB = dict.fromkeys(OPS, "math:sqrt")
+
+
+@pytest.fixture(autouse=True)
+def nothing_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("INKLING_IMPL", raising=False)
+
+
+def test_the_cpu_is_bound_to_the_references() -> None:
+    ops = Ops.bind(CPU, Facts(dtype="float32"))
+    bound = {op: getattr(ops, op) for op in OPS}
+    assert {op: f"{found.__module__}:{found.__name__}" for op, found in bound.items()} == {
+        each.op: each.impl for each in ROWS if each.targets == ("cpu",)
+    }
+    x = torch.tensor([[3.0, 4.0]])
+    torch.testing.assert_close(ops.rms_norm(x, torch.ones(2), 0.0), x / 12.5**0.5)
+
+
+def test_ops_keep_and_tell_what_was_chosen() -> None:
+    ops = Ops.bind(CPU, Facts())
+    assert tuple(ops.choices) == OPS
+    lines = ops.describe().splitlines()
+    assert [line.split()[0] for line in lines] == list(OPS)
+    assert all("torch" in line and "ran cpu" in line for line in lines)
+    with pytest.raises(AttributeError):
+        ops.routing = None  # type: ignore[assignment, misc]
+
+
+def test_a_target_without_rows_is_refused_before_anything_is_imported() -> None:
+    with pytest.raises(UnsupportedOnTarget, match="hip:gfx942"):
+        Ops.bind(Target.parse("gfx942"), Facts(), rows=tuple(replace(each, impl="absent:f") for each in ROWS))
+
+
+def test_only_chosen_rows_are_imported() -> None:
+    absent = replace(ROWS[0], targets=("gfx950",), impl="absent.module:f")
+    assert Ops.bind(CPU, Facts(), rows=(absent, *ROWS)).embedding is Ops.bind(CPU, Facts()).embedding
+
+
+def test_forced_names_come_from_the_argument_or_else_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = replace(ROWS[0], name="other", impl="math:sqrt")
+    rows = (*ROWS[:1], other, *ROWS[1:])
+    assert Ops.bind(CPU, Facts(), rows=rows).embedding.__name__ == "embedding_ref"
+    assert Ops.bind(CPU, Facts(), {"embedding": "other"}, rows).embedding.__name__ == "sqrt"
+    monkeypatch.setenv("INKLING_IMPL", "embedding=other")
+    assert Ops.bind(CPU, Facts(), rows=rows).embedding.__name__ == "sqrt"
+    assert Ops.bind(CPU, Facts(), {}, rows).embedding.__name__ == "embedding_ref"
+    monkeypatch.setenv("INKLING_IMPL", "embedding=nothing")
+    with pytest.raises(ValueError, match="torch, other"):
+        Ops.bind(CPU, Facts(), rows=rows)
+
+
+@pytest.mark.parametrize(
+    ("impl", "cause"),
+    [
+        ("no_such_package.module:f", "ModuleNotFoundError: No module named 'no_such_package'"),
+        ("math:no_such_function", "AttributeError: module 'math' has no attribute 'no_such_function'"),
+        ("needs_a_library:f", "OSError: libamdhip64.so: cannot open shared object file"),
+        ("needs_a_driver:f", "RuntimeError: 0 active drivers"),
+        ("needs_another_version:f", "AttributeError: module 'triton' has no attribute 'new'"),
+    ],
+)
+def test_a_row_that_does_not_load_is_an_error_naming_row_and_cause(
+    impl: str, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "needs_a_library.py").write_text("raise OSError('libamdhip64.so: cannot open shared object file')")
+    (tmp_path / "needs_a_driver.py").write_text("raise RuntimeError('0 active drivers')")
+    (tmp_path / "needs_another_version.py").write_text(
+        "raise AttributeError(\"module 'triton' has no attribute 'new'\")"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(BrokenImplementation) as caught:
+        Ops.bind(CPU, Facts(), rows=table(**{**STDLIB, "routing": impl}))
+    assert str(caught.value) == f"routing=k was chosen and {impl} cannot be loaded: {cause}"
+    assert caught.value.__cause__ is not None
+
+
+def test_a_bug_in_an_implementation_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "has_a_bug.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ZeroDivisionError):
+        load(replace(ROWS[0], impl="has_a_bug:f"))
+
+
+def test_the_interpreter_must_be_on_before_kernels_are_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
+        Ops.bind(INTERPRET, Facts(), rows=table(**STDLIB))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert Ops.bind(INTERPRET, Facts(), rows=table(**STDLIB)).target is INTERPRET
+
+
+def test_importing_ops_imports_no_implementation() -> None:
+    script = (
+        "import sys, inkling_portable.ops\n"
+        "raise SystemExit(' '.join({'torch', 'triton', 'inkling_kernels.norm'} & set(sys.modules)) or 0)"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stderr) == (0, "")

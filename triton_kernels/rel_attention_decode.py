@@ -1,0 +1,364 @@
+"""Relative attention for decoding and verification: 1 to 9 query rows a sequence, the keys split over programs.
+
+The formula, layouts and arguments of :mod:`inkling_kernels.rel_attention`. All rows of a sequence, times the heads of a
+group, are one tile, so each key and value is read once for all of them. `splits` programs share a sequence's keys; each
+leaves its sum of weighted values, its maximum and its total in float32, and a second launch combines them in order:
+
+    out = sum_s exp(peak_s - peak) acc_s / sum_s exp(peak_s - peak) total_s        peak = max_s peak_s
+
+Lengths are read on the device and the grid follows from shapes and bounds alone, so a captured graph replays with other
+lengths. Sliding layers read at most window + rows keys. Where `split_keys` is given, the split boundaries are its multiples
+in absolute key positions instead of a share of the length: then a sequence's bits depend on nothing but the sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from inkling_kernels.rel_attention_tile import (
+    FLOOR,
+    FP8_KINDS,
+    LOG2E,
+    Work,
+    attend_fn,
+    cache_operands,
+    check_arguments,
+    r_wide_fn,
+)
+from inkling_kernels.target import Target
+
+MAX_QUERY_LEN = 9
+# Rows of a tile: beyond it the sums alone would take every register.
+MAX_ROWS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class RelAttentionDecodeConfig:
+    """Keys a tile and launch shape (twice the warps for a tile of 128 rows); the defaults fit every chip and every type.
+    A split has at least `min_keys` keys and a
+    launch `programs_per_unit` programs a compute unit, where the lengths allow both."""
+
+    block_n: int = 32
+    num_warps: int = 4
+    num_stages: int = 2
+    min_keys: int = 256
+    programs_per_unit: int = 2
+    max_splits: int = 128
+
+    def problems(self, target: Target, *, group: int, head_dim: int, rows: int = 1, itemsize: int = 2) -> tuple[str, ...]:
+        """Why this configuration cannot run there; empty where it can."""
+        found = [
+            f"{name} is {value}; expected a power of two from {least} to {most}"
+            for name, value, least, most in (("block_n", self.block_n, 16, 128), ("num_warps", self.num_warps, 1, 8))
+            if not least <= value <= most or value & (value - 1)
+        ]
+        found += [
+            f"{name} is {value}; expected {least} to {most}"
+            for name, value, least, most in (
+                ("num_stages", self.num_stages, 1, 4),
+                ("min_keys", self.min_keys, self.block_n, 1 << 20),
+                ("programs_per_unit", self.programs_per_unit, 1, 16),
+                ("max_splits", self.max_splits, 1, 1024),
+            )
+            if not least <= value <= most
+        ]
+        # q and the bias operand of r once, keys, values and the bias operand of proj once a stage; see `compile` evidence.
+        wide = 16 * min(8, triton.next_power_of_2(rows))
+        tile = min(MAX_ROWS, max(16, triton.next_power_of_2(rows * group)))
+        need = (tile * (head_dim + wide) + self.num_stages * self.block_n * (2 * head_dim + wide)) * itemsize
+        if not found and target.vendor == "cuda" and need > target.shared_memory_bytes:
+            found.append(f"needs {need} bytes of shared memory; {target} has {target.shared_memory_bytes}")
+        return tuple(found)
+
+
+DEFAULT = RelAttentionDecodeConfig()
+
+
+@triton.jit
+def _bounds_fn(cu_ptr, kv_lens_ptr, seq, window, ROWS: tl.constexpr, WINDOW: tl.constexpr):
+    """(first row of q, rows, position of row 0, first key, end of the keys) of a sequence; no keys where it has no rows."""
+    q_begin = tl.load(cu_ptr + seq)
+    q_len = tl.load(cu_ptr + seq + 1) - q_begin
+    kv_len = tl.load(kv_lens_ptr + seq)
+    first = kv_len - q_len
+    high = tl.where(q_len > 0, first + tl.minimum(q_len, ROWS), 0)
+    low = 0
+    if WINDOW:
+        low = tl.maximum(first - window + 1, 0)
+    return q_begin, tl.minimum(q_len, ROWS), first, low, high
+
+
+@triton.jit(do_not_specialize=["window", "extent", "tokens"])
+def _rel_attention_decode_kernel(
+    out_ptr, acc_ptr, stats_ptr, q_ptr, r_ptr, k_ptr, v_ptr, proj_ptr, table_ptr, cu_ptr, kv_lens_ptr, k_scale_ptr,
+    v_scale_ptr, window, extent, scale, tokens, out_strides, q_strides, r_strides, k_strides, v_strides, proj_strides,
+    table_stride, scale_stride, HEADS: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, D_REL: tl.constexpr,
+    PAGE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, EXTRA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr, SPLIT_KEYS: tl.constexpr, FP8: tl.constexpr, WINDOW: tl.constexpr, FAR: tl.constexpr,
+):  # fmt: skip
+    part = tl.program_id(0).to(tl.int64)
+    kv_head = part // PARTS
+    split = tl.program_id(1)
+    seq = tl.program_id(2)
+    q_begin, q_len, first, low, high = _bounds_fn(cu_ptr, kv_lens_ptr, seq, window, ROWS, WINDOW)
+
+    row = tl.arange(0, BLOCK_M)
+    token = row // HEADS
+    live = token < q_len
+    at = (q_begin + token).to(tl.int64)
+    head = part * HEADS + row % HEADS
+    dim = tl.arange(0, D).to(tl.int64)
+    q_at = (at * q_strides[0] + head * q_strides[1])[:, None] + (dim * q_strides[2])[None, :]
+    q = tl.load(q_ptr + q_at, mask=live[:, None], other=0.0)
+    r_row = r_ptr + at * r_strides[0] + head * r_strides[1]
+    r_wide = r_wide_fn(r_row, r_strides[2], token, live, 0, D_REL, TOKENS)
+    r_extra = r_wide
+    if EXTRA > 0:
+        r_extra = r_wide_fn(r_row, r_strides[2], token, live, TOKENS, D_REL, EXTRA)
+
+    if SPLIT_KEYS > 0:
+        begin = low // SPLIT_KEYS * SPLIT_KEYS + split * SPLIT_KEYS
+        end = tl.minimum(begin + SPLIT_KEYS, high)
+        begin = tl.maximum(begin, low // BLOCK_N * BLOCK_N)
+    else:
+        begin = low // BLOCK_N * BLOCK_N
+        share = ((high - begin + BLOCK_N - 1) // BLOCK_N + SPLITS - 1) // SPLITS * BLOCK_N
+        begin += split * share
+        end = tl.minimum(begin + share, high)
+    k_ptr += kv_head * k_strides[2]
+    v_ptr += kv_head * v_strides[2]
+    table_ptr += seq.to(tl.int64) * table_stride
+    if FP8 > 0:
+        scale *= tl.load(k_scale_ptr + kv_head * scale_stride)
+
+    acc = tl.zeros([BLOCK_M, D], tl.float32)
+    peak = tl.full([BLOCK_M], FLOOR, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if FAR:
+        # Tiles before `near` hold only keys beyond every row's extent.
+        near = tl.maximum(first + 1 - extent, 0) // BLOCK_N * BLOCK_N
+        near = tl.minimum(tl.maximum(near, begin), end)
+        acc, peak, total = attend_fn(
+            acc, peak, total, q, r_wide, r_extra, k_ptr, v_ptr, proj_ptr, table_ptr, k_strides, v_strides, proj_strides,
+            first, token, begin, near, low, high, window, extent, scale,
+            D, D_REL, TOKENS, EXTRA, BLOCK_N, PAGE, FP8, BIAS=False, WINDOW=WINDOW, CAUSAL=False,
+        )  # fmt: skip
+        begin = tl.maximum(near, begin)
+    acc, peak, total = attend_fn(
+        acc, peak, total, q, r_wide, r_extra, k_ptr, v_ptr, proj_ptr, table_ptr, k_strides, v_strides, proj_strides,
+        first, token, begin, end, low, high, window, extent, scale,
+        D, D_REL, TOKENS, EXTRA, BLOCK_N, PAGE, FP8, BIAS=True, WINDOW=WINDOW, CAUSAL=True,
+    )  # fmt: skip
+    if SPLITS == 1:
+        out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        if FP8 > 0:
+            out *= tl.load(v_scale_ptr + kv_head * scale_stride)
+        out_at = (at * out_strides[0] + head * out_strides[1])[:, None] + (dim * out_strides[2])[None, :]
+        tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=live[:, None])
+    else:
+        line = (split.to(tl.int64) * tokens + at) * (tl.num_programs(0) * HEADS) + head
+        # A split without keys for a row leaves only its total of 0, by which the combination knows not to read the rest.
+        tl.store(acc_ptr + line[:, None] * D + dim[None, :], acc, mask=(live & (total != 0.0))[:, None])
+        tl.store(stats_ptr + line * 2, peak, mask=live)
+        tl.store(stats_ptr + line * 2 + 1, total, mask=live)
+
+
+@triton.jit(do_not_specialize=["window", "tokens"])
+def _combine_kernel(
+    out_ptr, acc_ptr, stats_ptr, cu_ptr, kv_lens_ptr, v_scale_ptr, window, tokens, out_strides, scale_stride,
+    GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, SPLITS: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr, FP8: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    kv_head = tl.program_id(0).to(tl.int64)
+    seq = tl.program_id(1) // ROWS
+    row = tl.program_id(1) % ROWS
+    q_begin, q_len, _, low, high = _bounds_fn(cu_ptr, kv_lens_ptr, seq, window, ROWS, WINDOW)
+    if row >= q_len:
+        return
+    at = (q_begin + row).to(tl.int64)
+    live = tl.arange(0, BLOCK_H) < GROUP
+    head = kv_head * GROUP + tl.arange(0, BLOCK_H)
+    dim = tl.arange(0, D).to(tl.int64)
+    used = SPLITS
+    if SPLIT_KEYS > 0:
+        used = (high - low // SPLIT_KEYS * SPLIT_KEYS + SPLIT_KEYS - 1) // SPLIT_KEYS
+    acc = tl.zeros([BLOCK_H, D], tl.float32)
+    peak = tl.full([BLOCK_H], FLOOR, tl.float32)
+    total = tl.zeros([BLOCK_H], tl.float32)
+    for split in range(0, used):
+        line = (split * tokens.to(tl.int64) + at) * (tl.num_programs(0) * GROUP) + head
+        part_peak = tl.load(stats_ptr + line * 2, mask=live, other=FLOOR)
+        part_total = tl.load(stats_ptr + line * 2 + 1, mask=live, other=0.0)
+        held = live & (part_total != 0.0)
+        part = tl.load(acc_ptr + line[:, None] * D + dim[None, :], mask=held[:, None], other=0.0)
+        raised = tl.maximum(peak, part_peak)
+        old = tl.exp2((peak - raised) * LOG2E)
+        new = tl.exp2((part_peak - raised) * LOG2E)
+        acc = acc * old[:, None] + part * new[:, None]
+        total = total * old + part_total * new
+        peak = raised
+    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    if FP8 > 0:
+        out *= tl.load(v_scale_ptr + kv_head * scale_stride)
+    out_at = (at * out_strides[0] + head * out_strides[1])[:, None] + (dim * out_strides[2])[None, :]
+    tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=live[:, None])
+
+
+@dataclass(frozen=True, slots=True)
+class RelAttentionDecodePlan:
+    """The two launches, known without the lengths; `combine_grid` is None for one split, which writes the result itself.
+    A tile has `rows` query rows times `heads`: the whole group, or an equal part of it where that would pass 128 rows."""
+
+    grid: tuple[int, int, int]
+    combine_grid: tuple[int, int] | None
+    rows: int
+    tokens: int
+    extra: int
+    heads: int
+    block_m: int
+    num_warps: int
+    config: RelAttentionDecodeConfig
+    num_splits: int
+    split_keys: int
+    group: int
+    head_dim: int
+    itemsize: int
+    kv_itemsize: int
+    extent: int
+    window: int | None
+
+    def workspace_bytes(self, tokens: int) -> int:
+        """Float32 partial results for `tokens` query rows: sums, maxima and totals of every split."""
+        heads = self.grid[0] * self.heads
+        return 4 * self.num_splits * tokens * heads * (self.head_dim + 2) if self.num_splits > 1 else 0
+
+    def work(self, q_lens: Sequence[int], kv_lens: Sequence[int]) -> Work:
+        """Tiles, bytes and operations for these lengths, both launches."""
+        size, heads = self.config.block_n, self.grid[0]
+        wide = 16 * (self.tokens + self.extra)
+        tiles = near_tiles = pairs = keys = 0
+        for q_len, kv_len in zip(q_lens, kv_lens, strict=True):
+            first, end = kv_len - q_len, kv_len if q_len else 0
+            low = max(first - self.window + 1, 0) if self.window is not None else 0
+            if end > low:
+                near = max(max(first + 1 - self.extent, 0) // size * size, low // size * size)
+                tiles += -(-end // size) - low // size
+                near_tiles += -(-end // size) - near // size
+                keys += end - low
+                seen = range(max(first, 0) + 1, end + 1)
+                pairs += sum(seen) if self.window is None else sum(min(n, self.window) for n in seen)
+        tokens = sum(q_lens)
+        line = tokens * heads * self.heads
+        workspace = self.workspace_bytes(tokens)
+        return Work(
+            tiles=tiles * heads,
+            tiles_least=-(-pairs // (self.rows * size)) * heads,
+            bytes_read=line * (self.head_dim + 16) * self.itemsize * self.num_splits + workspace
+            + heads * (2 * keys * self.head_dim * self.kv_itemsize + near_tiles * wide * size * self.itemsize),
+            bytes_written=line * self.head_dim * self.itemsize + workspace,
+            operations=heads * 2 * self.block_m * size * (2 * self.head_dim * tiles + wide * near_tiles),
+        )
+
+
+def rel_attention_decode_plan(
+    batch: int, heads: int, kv_heads: int, head_dim: int, extent: int, window: int | None, *, max_query_len: int,
+    max_keys: int, dtype: torch.dtype = torch.bfloat16, kv_dtype: torch.dtype | None = None,
+    target: Target | None = None, split_keys: int | None = None, config: RelAttentionDecodeConfig | None = None,
+) -> RelAttentionDecodePlan:  # fmt: skip
+    """Plan a decode or verify step; pure. `max_keys` bounds the lengths and so the splits; None for `target` plans for 64
+    compute units. Raises ValueError for a `max_query_len` or `split_keys` that the kernel does not take."""
+    chosen = config or DEFAULT
+    if isinstance(max_query_len, bool) or not isinstance(max_query_len, int) or not 1 <= max_query_len <= MAX_QUERY_LEN:
+        raise ValueError(
+            f"rel_attention_decode: max_query_len is {max_query_len!r}; expected 1 to {MAX_QUERY_LEN} (longer: rel_attention)"
+        )
+    if split_keys is not None and (split_keys < chosen.block_n or split_keys % chosen.block_n):
+        raise ValueError(f"rel_attention_decode: split_keys is {split_keys}; expected a multiple of {chosen.block_n}")
+    group = heads // kv_heads
+    span = max_keys if window is None else min(max_keys, window + max_query_len - 1)
+    if split_keys is not None:
+        splits = -(-span // split_keys) + (window is not None)
+    else:
+        units = 64 if target is None else target.compute_units
+        wanted = -(-chosen.programs_per_unit * units // max(1, batch * kv_heads))
+        splits = min(wanted, span // chosen.min_keys, chosen.max_splits)
+    splits = max(1, splits)
+    tokens = min(8, triton.next_power_of_2(max_query_len))
+    part = max(n for n in range(1, group + 1) if group % n == 0 and (n == 1 or max_query_len * n <= MAX_ROWS))
+    block_m = max(16, triton.next_power_of_2(max_query_len * part))
+    return RelAttentionDecodePlan(
+        grid=(heads // part, splits, batch),
+        combine_grid=(kv_heads, batch * max_query_len) if splits > 1 else None,
+        rows=max_query_len,
+        tokens=tokens,
+        extra=max(0, max_query_len - tokens),
+        heads=part,
+        block_m=block_m,
+        num_warps=min(8, chosen.num_warps * (2 if block_m == MAX_ROWS else 1)),
+        config=chosen,
+        num_splits=splits,
+        split_keys=split_keys or 0,
+        group=group,
+        head_dim=head_dim,
+        itemsize=dtype.itemsize,
+        kv_itemsize=(kv_dtype or dtype).itemsize,
+        extent=extent,
+        window=window,
+    )
+
+
+def rel_attention_decode(
+    q: torch.Tensor, r: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, proj: torch.Tensor,
+    block_table: torch.Tensor, cu_seqlens: torch.Tensor, kv_lens: torch.Tensor, *, window: int | None, scale: float,
+    max_query_len: int, max_keys: int | None = None, split_keys: int | None = None,
+    kv_scales: tuple[torch.Tensor, torch.Tensor] | None = None, target: Target | None = None,
+    config: RelAttentionDecodeConfig | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Attend for at most `max_query_len` (1 to 9) query rows a sequence; returns `[T, Hq, D]` in `q.dtype`.
+
+    Arguments as for :func:`inkling_kernels.rel_attention.rel_attention`. No sequence may have more rows than
+    `max_query_len` (rows beyond it are left unwritten) nor more keys than `max_keys` (default: what the block table has
+    room for), which only bounds the number of splits. `split_keys` fixes the split size, for results that do not depend on
+    the rest of the batch. The split results are float32; the rest as in the prefill kernel.
+
+    Raises TypeError or ValueError naming the argument, before anything is allocated or launched.
+    """
+    check_arguments(
+        "rel_attention_decode", q, r, k_pages, v_pages, proj, block_table, cu_seqlens, kv_lens, window, scale, kv_scales
+    )
+    tokens, heads, head_dim = q.shape
+    batch, kv_heads, page = len(kv_lens), k_pages.shape[2], k_pages.shape[1]
+    plan = rel_attention_decode_plan(
+        batch, heads, kv_heads, head_dim, proj.shape[1], window, max_query_len=max_query_len,
+        max_keys=block_table.shape[1] * page if max_keys is None else max_keys, dtype=q.dtype, kv_dtype=k_pages.dtype,
+        target=target, split_keys=split_keys, config=config,
+    )  # fmt: skip
+    out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
+    if tokens == 0:
+        return out
+    acc = stats = None
+    if plan.num_splits > 1:
+        acc = torch.empty((plan.num_splits, tokens, heads, head_dim), dtype=torch.float32, device=q.device)
+        stats = torch.empty((plan.num_splits, tokens, heads, 2), dtype=torch.float32, device=q.device)
+    pages, scales, scale_stride = cache_operands(k_pages, v_pages, kv_scales)
+    shared = {"D": head_dim, "ROWS": plan.rows, "SPLITS": plan.num_splits}
+    shared |= {"SPLIT_KEYS": plan.split_keys, "FP8": FP8_KINDS.get(k_pages.dtype, 0), "WINDOW": window is not None}
+    _rel_attention_decode_kernel[plan.grid](
+        out, acc, stats, q, r, *pages, proj, block_table, cu_seqlens, kv_lens, *scales, window or 0, proj.shape[1],
+        scale, tokens, out.stride(), q.stride(), r.stride(), k_pages.stride(), v_pages.stride(), proj.stride(),
+        block_table.stride(0), scale_stride, **shared, HEADS=plan.heads, PARTS=plan.group // plan.heads, D_REL=proj.shape[0], PAGE=page, TOKENS=plan.tokens,
+        EXTRA=plan.extra, BLOCK_M=plan.block_m, BLOCK_N=plan.config.block_n,
+        FAR=window is None or window > proj.shape[1], num_warps=plan.num_warps,
+        num_stages=plan.config.num_stages, enable_fp_fusion=True,
+    )  # fmt: skip
+    if plan.combine_grid is not None:
+        _combine_kernel[plan.combine_grid](
+            out, acc, stats, cu_seqlens, kv_lens, scales[1], window or 0, tokens, out.stride(), scale_stride, **shared,
+            GROUP=plan.group, BLOCK_H=triton.next_power_of_2(plan.group), num_warps=4, num_stages=1, enable_fp_fusion=True,
+        )  # fmt: skip
+    return out
