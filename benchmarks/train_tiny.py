@@ -13,11 +13,9 @@ operations of the shared model.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import math
 import platform
-import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
@@ -36,6 +34,7 @@ from inkling_portable.checkpoint import Checkpoint
 from inkling_portable.checkpoint_writer import write_checkpoint
 from inkling_portable.config import InklingConfig, MTPConfig
 from inkling_portable.dispatch import Facts
+from inkling_portable.heldout import held_out, sources
 from inkling_portable.llm import facts_of
 from inkling_portable.model import Inkling
 from inkling_portable.mtp import MultiTokenPrediction
@@ -80,26 +79,6 @@ CONFIG = InklingConfig(
     eos_token_id=(0,),
     mtp=MTPConfig(num_layers=DEPTHS, local_layer_ids=(0,), chain_hidden_post_norm=True),
 )
-
-
-def sources() -> Iterator[tuple[str, str]]:
-    """`(name, text)` of every standard library file, names relative to the library."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    for path in sorted(root.rglob("*.py")):
-        name = path.relative_to(root).as_posix()
-        if name.startswith(("site-packages/", "lib2to3/tests/data/")):
-            continue
-        try:
-            text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            continue
-        if text:
-            yield name, text
-
-
-def held_out(name: str) -> bool:
-    """Whether a file belongs to the test set: one in twenty, by its name alone."""
-    return hashlib.sha256(name.encode()).digest()[0] % 20 == 0
 
 
 def train_tokenizer(texts: list[str]) -> Tokenizer:

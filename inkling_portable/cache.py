@@ -9,18 +9,18 @@ A prompt whose beginning was computed before starts behind it, if *every* kind o
 all full pages, the sliding pages of the window before it, and a snapshot of the rings. Snapshots are taken where a
 step crosses a page boundary and the ring still holds the rows before it. Multi-token-prediction depths are further
 layers of the same caches; their snapshot also keeps the backbone's last hidden states, from which a depth's newest
-entries are recomputed.
+entries are recomputed. Those entries depend on tokens behind the prefix, so the pages that hold them are copied.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from inkling_portable.config import InklingConfig, LayerSpec
+from inkling_portable.prefix import Node, PrefixTree
 
 FULL, SLIDING = "full", "sliding"
 
@@ -80,7 +80,7 @@ class SequenceState:
     promised: dict[str, int]
     length: int = 0
     written: int = 0  # positions written so far, rejected drafts included
-    node: _Node | None = None  # deepest node of the prefix tree that this sequence follows
+    node: Node | None = None  # deepest node of the prefix tree that this sequence has gone through
     mtp_length: int = 0  # positions whose multi-token-prediction entries are final at every depth
     hidden: torch.Tensor | None = None  # the backbone's normed hidden states of the newest positions
 
@@ -89,18 +89,6 @@ class SequenceState:
         if self.hidden is None:
             raise RuntimeError("no hidden states are kept: the sequence has not run since it was opened")
         return self.hidden[max(len(self.hidden) - rows, 0) :]
-
-
-@dataclass(eq=False)
-class _Node:
-    """One page of tokens in the prefix tree, with the state that exists at its end."""
-
-    key: tuple[int, tuple[int, ...]]
-    depth: int
-    serial: int
-    pages: dict[str, int | None]
-    snapshot: list[torch.Tensor] | None = None
-    hidden: torch.Tensor | None = None
 
 
 @dataclass
@@ -138,6 +126,11 @@ class Cache:
         mtp_layers: int = 0,
         prefix_caching: bool = True,
     ) -> None:
+        if prefix_caching and mtp_layers > page_size:
+            raise ValueError(
+                f"block_size is {page_size}; prefix caching with {mtp_layers} drafts needs blocks of at least "
+                f"{mtp_layers} tokens: raise block_size, or switch prefix caching off"
+            )
         self.config, self.page_size, self.device = config, page_size, torch.device(device)
         self.draft_rows, self.mtp_layers, self.prefix_caching = draft_rows, mtp_layers, prefix_caching
         # Room for the drafts twice: once so that rejecting them needs no roll-back, once so that the rows before a page
@@ -145,12 +138,10 @@ class Cache:
         self.ring = config.conv_kernel_size - 1 + 2 * draft_rows
         self.pools = {kind: _PagePool(count) for kind, count in num_pages.items()}
         self._free_slots = list(range(max_seqs - 1, -1, -1))
-        self._nodes: dict[tuple[int, tuple[int, ...]], _Node] = {}
-        self._recent: OrderedDict[_Node, None] = OrderedDict()
-        self._holding: dict[tuple[str, int], _Node] = {}
-        self._serial = 0
+        self._prefixes = PrefixTree(page_size, mtp_layers, tuple(num_pages))
         specs = [config.layer(i) for i in range(config.num_hidden_layers)]
         specs += [config.mtp_layer(d) for d in range(mtp_layers)]
+        self._kinds = [kind_of(spec) for spec in specs]
         self.layers = [self._layer(spec, num_pages[kind_of(spec)], max_seqs, dtype) for spec in specs]
 
     def _layer(self, spec: LayerSpec, pages: int, max_seqs: int, dtype: torch.dtype) -> LayerState:
@@ -189,9 +180,8 @@ class Cache:
             pool.promised += promised[kind]
         path = self._match(keys) if self.prefix_caching else []
         if path:
-            node = path[-1]
-            seq.node, seq.length = node, node.depth * self.page_size
-            seq.written = seq.length
+            seq.node = path[-2] if len(path) > 1 else None
+            seq.length = seq.written = len(path) * self.page_size
             live = self._first_live_page(seq.length)
             for kind in self.pools:
                 for i, step in enumerate(path):
@@ -199,10 +189,20 @@ class Cache:
                     seq.pages[kind].append(-1 if page is None else page)
                     if page is not None:
                         self.pools[kind].holders[page] += 1
-            self._restore(seq, node)
-            for step in reversed(path):
-                self._recent.move_to_end(step)
+            self._copy_last_page(seq)
+            self._restore(seq, path[-1])
+            self._prefixes.touch(path)
         return seq
+
+    def _copy_last_page(self, seq: SequenceState) -> None:
+        """Give the sequence a copy of its last page, where it will compute entries of prediction depths again."""
+        for kind in self.pools if self.mtp_layers else ():
+            shared, own = seq.pages[kind][-1], self._take(kind)
+            for state, of in zip(self.layers, self._kinds, strict=True):
+                if of == kind:
+                    state.k_pages[own], state.v_pages[own] = state.k_pages[shared], state.v_pages[shared]
+            self._release(kind, shared)
+            seq.pages[kind][-1] = own
 
     def close(self, seq: SequenceState) -> None:
         """Give back what the sequence holds; pages that the prefix tree names stay until their room is needed."""
@@ -244,10 +244,13 @@ class Cache:
         return Batch(int32(cu), int32(ends), int32([s.slot for s in seqs]), tables, slot_mapping, self.layers)
 
     def advance(self, seq: SequenceState, tokens: int) -> None:
-        """Commit `tokens` more positions of the step just run; sliding pages behind every window of the future go
-        back.
-        """
+        """Commit `tokens` more positions of the step just run."""
         seq.length += tokens
+
+    def retire(self, seq: SequenceState) -> None:
+        """Give back the sliding pages that no window reaches again. Prediction depths run behind the backbone: first
+        they must have reached the committed length.
+        """
         for i in range(self._first_live_page(seq.length)):
             page = seq.pages[SLIDING][i]
             if page >= 0:
@@ -263,15 +266,12 @@ class Cache:
     def _take(self, kind: str) -> int:
         pool = self.pools[kind]
         if not pool.free:
-            for node in self._recent:
-                page = node.pages[kind]
-                if page is not None and pool.holders[page] == 0:
-                    self._forget(node, kind, page)
-                    break
-            else:
+            page = self._prefixes.give_up(kind, pool.holders)
+            if page is None:
                 raise RuntimeError(
                     f"no {kind} page is left for a sequence that was admitted; admission must ask fits()"
                 )
+            pool.free.append(page)
         page = pool.free.pop()
         pool.holders[page] = 1
         return page
@@ -279,7 +279,7 @@ class Cache:
     def _release(self, kind: str, page: int) -> None:
         pool = self.pools[kind]
         pool.holders[page] -= 1
-        if pool.holders[page] == 0 and (kind, page) not in self._holding:
+        if pool.holders[page] == 0 and not self._prefixes.holds(kind, page):
             pool.free.append(page)
 
     # -- prefixes ----------------------------------------------------------------------------------------------------
@@ -290,41 +290,38 @@ class Cache:
         """
         if not self.prefix_caching:
             return
-        depth, boundary = (0 if seq.node is None else seq.node.depth), seq.length // self.page_size
-        while depth < boundary:
-            parent = 0 if seq.node is None else seq.node.serial
-            key = (parent, tuple(keys[depth * self.page_size : (depth + 1) * self.page_size]))
-            node = self._nodes.get(key)
-            if node is None:
-                self._serial += 1
-                node = self._nodes[key] = _Node(key, depth + 1, self._serial, dict.fromkeys(self.pools))
-            for kind in self.pools:
-                page = seq.pages[kind][depth]
-                if node.pages[kind] is None and page >= 0 and (kind, page) not in self._holding:
-                    node.pages[kind] = page
-                    self._holding[kind, page] = node
-            self._recent[node] = None
-            self._recent.move_to_end(node)
-            seq.node, depth = node, depth + 1
-        node, rows = seq.node, self.config.conv_kernel_size - 1
-        if node is None or node.depth != boundary or node.snapshot is not None:
+        boundary = seq.length // self.page_size
+        done = seq.node.depth if seq.node else 0
+        while done < boundary:
+            pages = {kind: seq.pages[kind][done] for kind in self.pools}
+            if done == boundary - 1:
+                self._register_end(seq, keys, pages)
+            if (done + 1) * self.page_size + self.mtp_layers > len(keys):
+                break
+            seq.node, done = self._prefixes.add_through(seq.node, keys, pages), done + 1
+
+    def _register_end(self, seq: SequenceState, keys: Sequence[int], pages: dict[str, int]) -> None:
+        """Make the last page boundary a place to start at, if the state there is still whole."""
+        known = self._prefixes.find_end(seq.node, keys)
+        at = seq.length // self.page_size * self.page_size
+        first = max(at - self.config.conv_kernel_size + 1 - self.mtp_layers, 0)
+        if (known is not None and known.snapshot is not None) or first < seq.written - self.ring:
             return
-        at = boundary * self.page_size
-        if max(at - rows - self.mtp_layers, 0) < seq.written - self.ring:
-            return
+        hidden = None
         if self.mtp_layers:
             first, held = max(at - self.mtp_layers, 0), seq.hidden
             if held is None or not seq.length - len(held) <= first <= seq.mtp_length:
                 return
-            node.hidden = held[first - seq.length + len(held) : at - seq.length + len(held)].clone()
+            hidden = held[first - seq.length + len(held) : at - seq.length + len(held)].clone()
         index = self._ring_rows(at)
-        node.snapshot = [ring[seq.slot, index] for layer in self.layers for ring in layer.rings]
+        snapshot = [ring[seq.slot, index] for layer in self.layers for ring in layer.rings]
+        self._prefixes.add_end(seq.node, keys, pages, snapshot, hidden)
 
     def _ring_rows(self, at: int) -> torch.Tensor:
         first = max(0, at - self.config.conv_kernel_size + 1 - self.mtp_layers)
         return torch.arange(first, at, device=self.device) % self.ring
 
-    def _restore(self, seq: SequenceState, node: _Node) -> None:
+    def _restore(self, seq: SequenceState, node: Node) -> None:
         index = self._ring_rows(seq.length)
         rings = [ring for layer in self.layers for ring in layer.rings]
         for ring, rows in zip(rings, node.snapshot or (), strict=True):
@@ -333,31 +330,13 @@ class Cache:
             seq.mtp_length = max(0, seq.length - self.mtp_layers)
             seq.hidden = node.hidden
 
-    def _match(self, keys: Sequence[int]) -> list[_Node]:
+    def _match(self, keys: Sequence[int]) -> list[Node]:
         """The longest chain of pages of `keys`, short of the last token, at whose end every kind of state exists."""
-        path: list[_Node] = []
-        parent = 0
-        for i in range((len(keys) - 1) // self.page_size):
-            node = self._nodes.get((parent, tuple(keys[i * self.page_size : (i + 1) * self.page_size])))
-            if node is None or node.pages[FULL] is None:
-                break
-            path.append(node)
-            parent = node.serial
-        while path:
-            live = self._first_live_page(path[-1].depth * self.page_size)
+        for path in self._prefixes.prefixes(keys, FULL):
+            live = self._first_live_page(len(path) * self.page_size)
             if path[-1].snapshot is not None and all(node.pages[SLIDING] is not None for node in path[live:]):
-                break
-            path.pop()
-        return path
-
-    def _forget(self, node: _Node, kind: str, page: int) -> None:
-        node.pages[kind] = None
-        node.snapshot = node.hidden = None
-        del self._holding[kind, page]
-        self.pools[kind].free.append(page)
-        if all(p is None for p in node.pages.values()):
-            del self._recent[node]
-            del self._nodes[node.key]
+                return path
+        return []
 
 
 def kind_of(spec: LayerSpec) -> str:

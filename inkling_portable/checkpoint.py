@@ -111,14 +111,8 @@ class Checkpoint:
 
     @property
     def quantized(self) -> bool:
+        """Whether any expert weight is packed."""
         return any(format != "bf16" for format in self.formats.values())
-
-    def spec(self, name: str) -> TensorSpec:
-        """The canonical tensor `name`; KeyError where the checkpoint has none."""
-        for spec in self.specs:
-            if spec.name == name:
-                return spec
-        raise KeyError(name)
 
     def nbytes(self, sections: Iterable[Section] | None = None) -> int:
         """Bytes stored for the weights of `sections` (all of them by default)."""
@@ -346,5 +340,6 @@ def _mismatch(folder: Path, missing: list[str], unexpected: list[str], wrong: li
 
 
 def _rename_hint(missing: str, unexpected: list[str]) -> str:
-    near = get_close_matches(missing, unexpected[:500], n=1, cutoff=0.8)
+    name, others = missing.split(" ", 1)[0], [line.split(" ", 1)[0] for line in unexpected[:500]]
+    near = [] if name in others else get_close_matches(name, others, n=1, cutoff=0.8)
     return f" (renamed? the files have {near[0]})" if near else ""

@@ -15,7 +15,9 @@ from typing import Annotated
 
 import typer
 
+from inkling_portable.commands.demo import demo
 from inkling_portable.commands.explain import explain
+from inkling_portable.commands.generate import generate
 from inkling_portable.commands.quantize import quantize
 
 #: Import roots whose ValueError or RuntimeError is a message to the user.
@@ -31,6 +33,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+app.command()(generate)
+app.command()(demo)
 app.command()(explain)
 app.command()(quantize)
 

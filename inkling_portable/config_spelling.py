@@ -372,11 +372,10 @@ def write(config: InklingConfig) -> dict[str, Any]:
         "pad_token_id": config.pad_token_id,
     }
     if config.mtp:
-        out["mtp_config"] = {
-            "num_nextn_predict_layers": config.mtp.num_layers,
-            "local_layer_ids": list(config.mtp.local_layer_ids),
-            "chain_hidden_post_norm": config.mtp.chain_hidden_post_norm,
-        }
+        outer = config.mtp.model_dump(mode="json")
+        out["mtp_config"] = {_MTP_FIELDS[name][0]: value for name, value in outer.items()}
+        # Transformers' text-only model reads the text section alone.
+        text |= {_MTP_FIELDS[name][1][0]: value for name, value in outer.items()}
     if config.vision:
         vision = config.vision.model_dump()
         vision["n_channels"] = vision["num_channels"]

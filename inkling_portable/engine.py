@@ -183,16 +183,16 @@ class Engine:
             return []
         batch = self.cache.batch([request.state for request, _ in plan], [n for _, n in plan])
         spans = [(request, request.state.length, n) for request, n in plan]
-        ids = [t for request, at, n in spans for t in (request.tokens + request.drafts)[at : at + n]]
+        ids = [t for request, at, n in spans for t in request.tokens[at : at + n] + request.drafts]
         hidden = self.model(self._embed(ids, spans), batch)
         yielding = self._yielding(plan)
         logits = self.model.logits(hidden[self._index([row for _, span in yielding for row in span])])
         events = self._commit(plan, hidden, yielding, logits)
-        if self.mtp is not None:
-            self._draft([request for request, _ in plan if request.seq is not None])
-        for request, _ in plan:
-            if request.seq is not None:
-                self.cache.register(request.seq, request.keys)
+        sound = [request for request, _ in plan if request.output.finish_reason != "error"]
+        self._draft(sound)
+        for request in sound:
+            self.cache.retire(request.state)
+            self.cache.register(request.state, request.keys)
         for request, _ in plan:
             if request.output.finish_reason is not None:
                 self._close(request)
@@ -278,18 +278,19 @@ class Engine:
                 request.output.error = f"request {request.index}: the logits for position {position} are not finite"
                 events.append((self._output(request), ""))
                 continue
-            tokens = verify(request.drafts, part, request.params, request.generator)
+            tokens, before = verify(request.drafts, part, request.params, request.generator), len(request.tokens)
+            text = self._append(request, tokens, part)
             if request.drafts:
                 self._count_accepted(request, len(tokens) - 1)
-                committed[id(request)] = len(tokens)
-            events.append((self._output(request), self._append(request, tokens, part)))
+                committed[id(request)] = len(request.tokens) - before
+            events.append((self._output(request), text))
         row = 0
         for request, n in plan:
             seq, kept = request.state, committed[id(request)]
             if self.drafts:
                 # Entries computed with drafts that were then accepted stand; the others are computed again.
                 if request.drafts:
-                    seq.mtp_length = min(seq.length, seq.mtp_length + kept - 1)
+                    seq.mtp_length = max(min(seq.length, seq.length + kept - self.drafts), 0)
                 rows = hidden[row : row + kept]
                 seq.hidden = rows if seq.hidden is None else torch.cat([seq.hidden, rows])
             request.drafts = []
@@ -354,7 +355,8 @@ class Engine:
         for depth in range(self.drafts):
             ids = []
             for request, start, n, own in zip(requests, starts, rows, drafts, strict=True):
-                known = (request.tokens[start + 1 + depth :] + own)[:n]
+                first, end = start + 1 + depth, len(request.tokens)
+                known = (request.tokens[first : first + n] + own[max(first - end, 0) :])[:n]
                 # Near the end of a prompt that is still being read the token is not known yet: any will do, because the
                 # entry is not final and is computed again.
                 ids += known + [0] * (n - len(known))

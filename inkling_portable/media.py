@@ -49,14 +49,12 @@ class Media:
     digest: bytes
 
     @classmethod
-    def of(cls, kind: Kind, name: str, rows: torch.Tensor) -> Media:
-        """Media of `rows`, its digest taken from them."""
-        content = hashlib.blake2b(kind.encode(), digest_size=16)
-        content.update(repr(tuple(rows.shape)).encode())
-        for part in rows.split(1024):
-            # In parts: an image's frames share memory, and their contiguous copies need not all exist at once.
-            content.update(part.contiguous().view(torch.uint8).numpy())
-        return cls(kind, name, rows, content.digest())
+    def of(cls, kind: Kind, name: str, rows: torch.Tensor, content: torch.Tensor | None = None) -> Media:
+        """Media of `rows`; the digest is that of `content`, a smaller tensor that determines them, or else theirs."""
+        source = (rows if content is None else content).contiguous()
+        digest = hashlib.blake2b(f"{kind} {tuple(source.shape)}".encode(), digest_size=16)
+        digest.update(source.view(torch.uint8).numpy().data)
+        return cls(kind, name, rows, digest.digest())
 
     @property
     def tokens(self) -> int:

@@ -66,8 +66,8 @@ class MediaProcessor:
 
     `rescale_image_frac` enlarges images by that factor, at most to `rescale_image_max_upscaled_long_edge` pixels on the
     long edge (Lanczos); None leaves them as they are, as Transformers does, while vLLM 0.33 uses 2. `dmel_bins` of None
-    means the model's `mel_vocab_size` levels. The limits refuse what would exhaust memory before decoding it: 2**26
-    pixels are 42,000 patches, an hour is 72,000 frames.
+    means the model's `mel_vocab_size` levels. The limits refuse what would exhaust memory, before it is decoded:
+    2**15 patches are an image of 7,200 x 7,200, an hour is 72,000 frames.
     """
 
     config: InklingConfig
@@ -77,13 +77,16 @@ class MediaProcessor:
     rescale_image_max_upscaled_long_edge: int | None = 2048
     audio_settings: dict[str, Any] = field(default_factory=dict)
     dmel_bins: int | None = None
-    max_image_pixels: int = 2**26
+    max_image_patches: int = 2**15
     max_audio_seconds: float = 3600.0
 
     @classmethod
     def from_pretrained(cls, path: str | Path, config: InklingConfig) -> MediaProcessor:
         """The settings in a checkpoint folder's `processor_config.json` (or `preprocessor_config.json`), where it has
-        one; the defaults elsewhere. ValueError where the file is no JSON object or a setting cannot be used."""
+        one; the defaults elsewhere. ValueError where there is no such folder (a hub model is to be fetched first), the
+        file is no JSON object or a setting cannot be used."""
+        if not Path(path).is_dir():
+            raise ValueError(f"{path} is no folder; expected a checkpoint's folder")
         processor = cls(config)
         for name in ("processor_config.json", "preprocessor_config.json"):
             file = Path(path) / name
@@ -118,6 +121,10 @@ class MediaProcessor:
                 found[name] = value
         if (value := raw.get("num_dmel_bins")) is not None:
             found["dmel_bins"] = value
+        for name in ("dmel_min_value", "dmel_max_value"):
+            expected = getattr(self.config.audio, name, None)
+            if expected is not None and raw.get(name, expected) != expected:
+                raise ValueError(f"{file}: {name} is {raw[name]!r}; expected {expected}, as in config.json")
         names = ("feature_size", "sampling_rate", "audio_token_duration_s", "window_size_multiplier", "n_fft")
         found["audio_settings"] = {name: audio[name] for name in names if audio.get(name) is not None}
         return replace(self, **found)
@@ -135,31 +142,62 @@ class MediaProcessor:
         if vision.num_channels != 3:
             raise MediaError(f"{name} cannot be used: the model takes {vision.num_channels} channels, an image has 3")
         with _opened(source, name) as file:
-            picture = self._rescaled(_open_image(file, name, self.max_image_pixels))
-        return Media.of("image", name, self.patches(np.asarray(picture), vision))
+            picture = self._picture(file, name, vision)
+        pixels = np.array(picture)
+        return Media.of("image", name, self.patches(pixels, vision), torch.from_numpy(pixels))
 
-    def _rescaled(self, picture: Image) -> Image:
+    def _picture(self, file: BinaryIO, name: str, vision: VisionConfig) -> Image:
+        """The decoded first frame as an upright 8-bit RGB picture, enlarged where the settings say so."""
         from PIL import Image as pillow
+        from PIL import ImageOps, UnidentifiedImageError
 
+        try:
+            with warnings.catch_warnings():
+                # Pillow warns of pictures smaller than our own limit, and of metadata that has no effect here.
+                warnings.simplefilter("ignore")
+                stored = pillow.open(file, formats=_IMAGE_FORMATS)
+                rows, columns = self._grid(*self._size(*stored.size), vision)
+                if rows * columns > self.max_image_patches:
+                    width, height = stored.size
+                    raise MediaError(
+                        f"{name} has {width} x {height} pixels, {rows * columns} patches of {vision.patch_size} x "
+                        f"{vision.patch_size}; expected at most {self.max_image_patches}"
+                    )
+                stored.load()
+                picture = _rgb(ImageOps.exif_transpose(stored), name)
+        except MediaError:
+            raise
+        except UnidentifiedImageError:
+            raise MediaError(f"{name} is no image of a known format ({', '.join(_IMAGE_FORMATS)})") from None
+        except pillow.DecompressionBombError as error:
+            raise MediaError(f"{name} is too large: {error}") from None
+        except _DAMAGED as error:
+            raise MediaError(f"{name} is damaged or truncated: {error}") from None
+        size = self._size(*picture.size)
+        return picture if size == picture.size else picture.resize(size, resample=pillow.Resampling.LANCZOS)
+
+    def _size(self, width: int, height: int) -> tuple[int, int]:
+        """Width and height after enlarging, each rounded half up."""
         if self.rescale_image_frac is None:
-            return picture
-        long_edge = max(picture.size)
+            return width, height
+        long_edge = max(width, height)
         target = long_edge * self.rescale_image_frac
         if self.rescale_image_max_upscaled_long_edge is not None:
             target = min(target, max(self.rescale_image_max_upscaled_long_edge, long_edge))
         ratio = target / long_edge
-        if ratio == 1.0:
-            return picture
-        width, height = (max(1, math.floor(edge * ratio + 0.5)) for edge in picture.size)
-        return picture.resize((width, height), resample=pillow.Resampling.LANCZOS)
+        return max(1, math.floor(width * ratio + 0.5)), max(1, math.floor(height * ratio + 0.5))
+
+    @staticmethod
+    def _grid(width: int, height: int, vision: VisionConfig) -> tuple[int, int]:
+        return -(-height // vision.patch_size), width // vision.patch_size + 1
 
     def patches(self, pixels: npt.NDArray[np.uint8], vision: VisionConfig) -> torch.Tensor:
         """`[height, width, 3]` 8-bit RGB -> `[n, frames, P, P, 3]` float32 (the frames share memory)."""
         height, width, channels = pixels.shape
         side = vision.patch_size
-        rows, columns = -(-height // side), width // side + 1
+        rows, columns = self._grid(width, height, vision)
         canvas = torch.full((rows * side, columns * side, channels), -1.0)
-        canvas[:height, :width] = torch.from_numpy(pixels.copy())
+        canvas[:height, :width] = torch.from_numpy(pixels)
         # Transformers multiplies mean and deviation by 255 instead of dividing the pixels, in float32.
         canvas.sub_(torch.tensor(self.image_mean) * 255.0).div_(torch.tensor(self.image_std) * 255.0)
         grid = canvas.view(rows, side, columns, side, channels).transpose(1, 2)
@@ -178,7 +216,8 @@ class MediaProcessor:
             raise MediaError(f"{name} cannot be used: this model has no audio tower; leave out the audio input")
         rate = self.extractor.sampling_rate
         with _opened(source, name) as file:
-            samples = _read_audio(file, name, rate, self.max_audio_seconds)
+            _check_wav(file, name)
+        samples = _read_audio(source, name, rate, self.max_audio_seconds)
         return Media.of("audio", name, self.levels(samples, audio))
 
     @cached_property
@@ -231,31 +270,6 @@ def _opened(source: Source, name: str) -> Iterator[BinaryIO]:
         yield file
 
 
-def _open_image(file: BinaryIO, name: str, max_pixels: int) -> Image:
-    """The decoded first frame as an upright 8-bit RGB picture."""
-    from PIL import Image as pillow
-    from PIL import ImageOps, UnidentifiedImageError
-
-    try:
-        with warnings.catch_warnings():
-            # Pillow warns of pictures smaller than our own limit, and of metadata that has no effect here.
-            warnings.simplefilter("ignore")
-            picture = pillow.open(file, formats=_IMAGE_FORMATS)
-            width, height = picture.size
-            if width * height > max_pixels:
-                raise MediaError(f"{name} has {width} x {height} pixels; expected at most {max_pixels}")
-            picture.load()
-            return _rgb(ImageOps.exif_transpose(picture), name)
-    except MediaError:
-        raise
-    except UnidentifiedImageError:
-        raise MediaError(f"{name} is no image of a known format ({', '.join(_IMAGE_FORMATS)})") from None
-    except pillow.DecompressionBombError as error:
-        raise MediaError(f"{name} is too large: {error}") from None
-    except _DAMAGED as error:
-        raise MediaError(f"{name} is damaged or truncated: {error}") from None
-
-
 def _rgb(picture: Image, name: str) -> Image:
     from PIL import Image as pillow
 
@@ -270,13 +284,12 @@ def _rgb(picture: Image, name: str) -> Image:
     return pillow.fromarray((grey >> 8).astype(np.uint8)).convert("RGB")
 
 
-def _read_audio(source: BinaryIO, name: str, rate: int, max_seconds: float) -> npt.NDArray[np.float32]:
+def _read_audio(source: Source, name: str, rate: int, max_seconds: float) -> npt.NDArray[np.float32]:
     """Mono samples at `rate`."""
     import soundfile
 
-    _check_wav(source, name)
     try:
-        with soundfile.SoundFile(source) as file:
+        with soundfile.SoundFile(io.BytesIO(source) if isinstance(source, bytes) else str(source)) as file:
             samples, source_rate = _mono(file, name, max_seconds), file.samplerate
     except soundfile.LibsndfileError as error:
         raise MediaError(f"{name} is no audio of a known format, or damaged: {error.error_string}") from None
@@ -303,7 +316,7 @@ def _mono(file: SoundFile, name: str, max_seconds: float) -> npt.NDArray[np.floa
     mono = np.empty(frames, np.float32)
     done = 0
     # In blocks, so that the channels of the whole file are never held beside their mean.
-    for block in file.blocks(blocksize=1 << 18, dtype="float32", always_2d=True):
+    for block in file.blocks(blocksize=1 << 18, frames=frames, dtype="float32", always_2d=True):
         mono[done : done + len(block)] = block.mean(axis=1)
         done += len(block)
     if done < frames:
@@ -328,4 +341,3 @@ def _check_wav(file: BinaryIO, name: str) -> None:
                 raise MediaError(f"{name} is truncated: it holds {size_of_file - at} of {size} bytes of sound")
             break
         at += size + size % 2
-    file.seek(0)

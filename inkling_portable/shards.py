@@ -119,8 +119,8 @@ class ShardFile:
         self._bytes = np.frombuffer(self._map, dtype=np.uint8)
 
     def close(self) -> None:
-        del self._bytes
-        self._map.close()
+        """Let go of the map. Unmapping is left to the last reference, which an error's traceback may hold."""
+        del self._bytes, self._map
 
     def read_rows(self, tensor: StoredTensor, out: torch.Tensor, start: int = 0) -> None:
         """Copy rows `start`, `start + 1`, ... of `tensor`, seen as [rows, columns], into `out` [n, columns].
@@ -133,7 +133,9 @@ class ShardFile:
                 f"out: shape {list(out.shape)} at row {start} does not fit {tensor.name} of {tensor.rows} rows of "
                 f"{tensor.columns}"
             )
-        dtype = torch.uint8 if out.dtype == torch.uint8 else TORCH_DTYPE[tensor.dtype]
+        dtype = TORCH_DTYPE[tensor.dtype]
+        if dtype.itemsize == 1 and out.dtype == torch.uint8:
+            dtype = torch.uint8
         row_bytes = tensor.columns * dtype.itemsize
         step = max(1, CHUNK_BYTES // max(1, row_bytes))
         direct = out.device.type == "cpu" and out.dtype == dtype and out.is_contiguous()

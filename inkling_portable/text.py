@@ -17,9 +17,17 @@ class TextCodec:
 
     @classmethod
     def find(cls, folder: Path) -> TextCodec | None:
-        """The folder's tokenizer, or None where it has no `tokenizer.json`."""
+        """The folder's tokenizer, or None where it has no `tokenizer.json`; `ValueError` where that cannot be used."""
         file = Path(folder) / "tokenizer.json"
-        return cls(Path(folder), Tokenizer.from_file(str(file))) if file.is_file() else None
+        if not file.is_file():
+            return None
+        try:
+            return cls(Path(folder), Tokenizer.from_file(str(file)))
+        except Exception as error:
+            # The library raises this very class for whatever a file can have wrong; a subclass is something else.
+            if type(error) is not Exception:
+                raise
+            raise ValueError(f"{file} is no tokenizer that can be used: {error}") from error
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text).ids)
@@ -28,13 +36,20 @@ class TextCodec:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Render messages with the checkpoint's own chat template; `ValueError` where it has none."""
+        """Render messages with the checkpoint's own chat template; `ValueError` where it has none that works."""
+        from jinja2 import TemplateError
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(self.folder)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(self.folder)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{self.folder}: Transformers cannot load the tokenizer: {error}") from error
         if not tokenizer.chat_template:
             raise ValueError(f"{self.folder} has no chat template; use a plain prompt")
-        return list(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False))
+        try:
+            return list(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False))
+        except (TemplateError, TypeError) as error:
+            raise ValueError(f"{self.folder}: the chat template fails: {error}") from error
 
 
 class Detokenizer:

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from transformers import InklingConfig as OracleConfig
 from transformers import InklingForCausalLM, InklingForConditionalGeneration, InklingTextConfig
 
-from inkling_portable import shards
 from inkling_portable.checkpoint import Checkpoint, CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -84,7 +83,7 @@ def refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> CheckpointError:
     with monkeypatch.context() as patch:
         for name in ("empty", "zeros", "tensor", "from_numpy", "frombuffer"):
             patch.setattr(torch, name, forbidden)
-        patch.setattr(shards, "ShardFile", forbidden)
+        patch.setattr("inkling_portable.checkpoint.ShardFile", forbidden)
         with pytest.raises(CheckpointError) as caught:
             Checkpoint.open(folder)
     return caught.value

@@ -35,7 +35,7 @@ OUTSIDE = {
     "inkling_kernels": {"torch", "triton"},
     "inkling_rocm": {"torch", "triton", "aiter"},
     "inkling_portable": {
-        *("huggingface_hub", "numpy", "PIL", "pydantic", "rich", "safetensors", "soundfile", "soxr"),
+        *("huggingface_hub", "jinja2", "numpy", "PIL", "pydantic", "rich", "safetensors", "soundfile", "soxr"),
         *("tokenizers", "torch", "transformers", "triton", "typer", "vllm"),
     },
 }

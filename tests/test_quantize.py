@@ -16,7 +16,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-import typer
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import InklingForCausalLM, InklingForConditionalGeneration, InklingTextConfig
@@ -25,7 +24,7 @@ from inkling_kernels.numerics import ExpertWeight
 from inkling_portable import checkpoint_writer
 from inkling_portable.checkpoint import Checkpoint, CheckpointError
 from inkling_portable.checkpoint_writer import CheckpointWriteError, write_checkpoint
-from inkling_portable.commands.quantize import quantize
+from inkling_portable.cli import main
 from inkling_portable.config import InklingConfig, QuantizationConfig
 from inkling_portable.quantize import quantize_checkpoint
 from inkling_portable.weights import load_tensors
@@ -374,22 +373,23 @@ def test_a_limit_of_the_system_leaves_nothing(source: Path, tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.fixture
-def command() -> Callable[..., Any]:
-    app = typer.Typer()
-    app.command()(quantize)
-    return lambda *words: app([str(word) for word in words], standalone_mode=False)
-
-
-def test_the_command(source: Path, tmp_path: Path, command: Callable[..., Any], capsys: Any) -> None:
-    command(source, tmp_path / "out", "--format", "nvfp4", "--separate-gate-up", "--max-shard-gib", "0.0001")
+def test_the_command(source: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    out, no = tmp_path / "out", tmp_path / "no"
+    options = ["--format", "nvfp4", "--separate-gate-up", "--max-shard-gib", "0.0001"]
+    assert main(["quantize", str(source), str(out), *options]) == 0
     assert "routed experts in nvfp4" in capsys.readouterr().out
-    assert canonical(tmp_path / "out")["llm.layers.1.mlp.experts.w13"].scale2.shape == (EXPERTS, 2)
-    for words, message in (
-        (("--format", "fp8"), "--format is 'fp8'; expected nvfp4 or mxfp4"),
-        (("--format", "mxfp4", "--separate-gate-up"), "belongs to nvfp4"),
-        (("--format", "mxfp4", "--max-shard-gib", "0"), "--max-shard-gib is 0"),
+    assert canonical(out)["llm.layers.1.mlp.experts.w13"].scale2.shape == (EXPERTS, 2)
+    for place, words, message in (
+        (source, ["--format", "fp8"], "--format is 'fp8'; expected nvfp4 or mxfp4"),
+        (source, ["--format", "mxfp4", "--separate-gate-up"], "belongs to nvfp4"),
+        (source, ["--format", "mxfp4", "--max-shard-gib", "0"], "--max-shard-gib is 0"),
+        (tmp_path / "absent", ["--format", "nvfp4"], "absent does not exist"),
+        (out, ["--format", "nvfp4"], "is quantised already"),
     ):
-        with pytest.raises(ValueError, match=message):
-            command(source, tmp_path / "no", *words)
-    assert not (tmp_path / "no").exists()
+        assert main(["quantize", str(place), str(no), *words]) == 2
+        assert message in (error := capsys.readouterr().err)
+        assert error.count("\n") == 1
+    monkeypatch.setattr(checkpoint_writer.os, "pwrite", no_space_after(3))
+    assert main(["quantize", str(source), str(no), "--format", "nvfp4"]) == 1
+    assert "No space left on device" in capsys.readouterr().err
+    assert not no.exists()

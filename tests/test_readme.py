@@ -1,11 +1,16 @@
-"""What README and CONTRIBUTING promise is there: the table of devices, the commands, the files that they link to."""
+"""What README and CONTRIBUTING promise is there: the table of devices, the commands, the files that they link to; and
+its examples run.
+"""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+import typer
 
-from inkling_portable.cli import app
+from inkling_portable.cli import app, main
+from inkling_portable.commands import demo
 from inkling_portable.dispatch import support_table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,6 +45,42 @@ def test_subcommands_exist(document: str) -> None:
     named = {found[1] for line in commands(document) if (found := re.match(r"(?:\.venv/bin/)?inkling ([a-z]+)", line))}
     assert named
     assert named <= known
+
+
+def examples() -> list[list[str]]:
+    """The `inkling` commands of both documents, in words."""
+    split = (shlex.split(line, comments=True) for document in DOCUMENTS for line in commands(document))
+    return [words[1:] for words in split if words and words[0].endswith("inkling")]
+
+
+@pytest.mark.parametrize("words", examples(), ids=" ".join)
+def test_examples_parse(words: list[str]) -> None:
+    """Options exist and take such values; files and checkpoints need not."""
+    command = typer.main.get_command(app).commands[words[0]]
+    assert command.make_context(words[0], words[1:]).params
+
+
+@pytest.mark.parametrize("words", [words for words in examples() if not {"PATH", "IN"} & set(words)], ids=" ".join)
+def test_examples_that_name_no_checkpoint_run(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 0
+    assert capsys.readouterr().out
+
+
+def test_python_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), {})
+        assert capsys.readouterr().out
+
+
+def test_what_the_demo_prints_is_shown_as_it_prints_it() -> None:
+    """The numbers are those of some run; the headings and the formats are those of the command."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"<!-- demo:begin -->\n(.*?)<!-- demo:end -->", text, re.DOTALL)
+    (headings,) = [re.split(r" *┃ *", line)[1:-1] for line in shown.splitlines() if "format" in line]
+    assert headings == ["format", *demo.headings(demo.DRAFTS)]
+    assert [found[1] for line in shown.splitlines() if (found := re.match(r"│ (\w+) +│", line))] == list(demo.FORMATS)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

@@ -173,10 +173,15 @@ def test_peak_bytes_sees_what_torch_allocates(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("frames", "hidden", "dtype"), [(5_000, 6144, torch.bfloat16), (5_000, 1024, torch.float32), (80_000, 256, None)]
+    ("frames", "hidden", "dtype"),
+    [
+        (5_000, 6144, torch.bfloat16),
+        (5_000, 1024, torch.float32),
+        (80_000, 256, torch.bfloat16),
+        (100, 6144, torch.bfloat16),
+    ],
 )
 def test_audio_memory_is_under_twice_the_output(frames, hidden, dtype, tmp_path):
-    dtype = dtype or torch.bfloat16
     tower = AudioTower(AudioConfig(n_mel_bins=80, mel_vocab_size=16), hidden, OPS, dtype=dtype)
     randomise(tower, 6)
     levels = torch.randint(0, 16, (frames, 80), generator=torch.Generator().manual_seed(6), dtype=torch.int32)

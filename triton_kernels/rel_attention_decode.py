@@ -7,8 +7,9 @@ leaves its sum of weighted values, its maximum and its total in float32, and a s
     out = sum_s exp(peak_s - peak) acc_s / sum_s exp(peak_s - peak) total_s        peak = max_s peak_s
 
 Lengths are read on the device and the grid follows from shapes and bounds alone, so a captured graph replays with other
-lengths. Sliding layers read at most window + rows keys. Where `split_keys` is given, the split boundaries are its multiples
-in absolute key positions instead of a share of the length: then a sequence's bits depend on nothing but the sequence.
+lengths. Sliding layers read at most window + rows keys. Where `split_keys` is given, the split boundaries are its
+multiples in absolute key positions instead of a share of the length: then a sequence's bits depend on nothing but the
+sequence.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from inkling_kernels.compile_case import CompileCase
 from inkling_kernels.rel_attention_tile import (
     FLOOR,
     FP8_KINDS,
@@ -28,60 +30,15 @@ from inkling_kernels.rel_attention_tile import (
     attend_fn,
     cache_operands,
     check_arguments,
+    meta_case,
     r_wide_fn,
 )
 from inkling_kernels.target import Target
 
-MAX_QUERY_LEN = 9
-# Rows of a tile: beyond it the sums alone would take every register.
-MAX_ROWS = 128
-
-
-@dataclass(frozen=True, slots=True)
-class RelAttentionDecodeConfig:
-    """Keys a tile and launch shape (twice the warps for a tile of 128 rows); the defaults fit every chip and every type.
-    A split has at least `min_keys` keys and a
-    launch `programs_per_unit` programs a compute unit, where the lengths allow both."""
-
-    block_n: int = 32
-    num_warps: int = 4
-    num_stages: int = 2
-    min_keys: int = 256
-    programs_per_unit: int = 2
-    max_splits: int = 128
-
-    def problems(self, target: Target, *, group: int, head_dim: int, rows: int = 1, itemsize: int = 2) -> tuple[str, ...]:
-        """Why this configuration cannot run there; empty where it can."""
-        found = [
-            f"{name} is {value}; expected a power of two from {least} to {most}"
-            for name, value, least, most in (("block_n", self.block_n, 16, 128), ("num_warps", self.num_warps, 1, 8))
-            if not least <= value <= most or value & (value - 1)
-        ]
-        found += [
-            f"{name} is {value}; expected {least} to {most}"
-            for name, value, least, most in (
-                ("num_stages", self.num_stages, 1, 4),
-                ("min_keys", self.min_keys, self.block_n, 1 << 20),
-                ("programs_per_unit", self.programs_per_unit, 1, 16),
-                ("max_splits", self.max_splits, 1, 1024),
-            )
-            if not least <= value <= most
-        ]
-        # q and the bias operand of r once, keys, values and the bias operand of proj once a stage; see `compile` evidence.
-        wide = 16 * min(8, triton.next_power_of_2(rows))
-        tile = min(MAX_ROWS, max(16, triton.next_power_of_2(rows * group)))
-        need = (tile * (head_dim + wide) + self.num_stages * self.block_n * (2 * head_dim + wide)) * itemsize
-        if not found and target.vendor == "cuda" and need > target.shared_memory_bytes:
-            found.append(f"needs {need} bytes of shared memory; {target} has {target.shared_memory_bytes}")
-        return tuple(found)
-
-
-DEFAULT = RelAttentionDecodeConfig()
-
-
 @triton.jit
 def _bounds_fn(cu_ptr, kv_lens_ptr, seq, window, ROWS: tl.constexpr, WINDOW: tl.constexpr):
-    """(first row of q, rows, position of row 0, first key, end of the keys) of a sequence; no keys where it has no rows."""
+    """(first row of q, rows, position of row 0, first key, end of the keys) of a sequence; no keys where it has no
+    rows."""
     q_begin = tl.load(cu_ptr + seq)
     q_len = tl.load(cu_ptr + seq + 1) - q_begin
     kv_len = tl.load(kv_lens_ptr + seq)
@@ -160,12 +117,17 @@ def _rel_attention_decode_kernel(
             out *= tl.load(v_scale_ptr + kv_head * scale_stride)
         out_at = (at * out_strides[0] + head * out_strides[1])[:, None] + (dim * out_strides[2])[None, :]
         tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=live[:, None])
+        at = (tl.load(cu_ptr + tl.num_programs(2)) + seq * ROWS + token).to(tl.int64)
+        out_at = (at * out_strides[0] + head * out_strides[1])[:, None] + (dim * out_strides[2])[None, :]
+        padding = tl.zeros([BLOCK_M, D], out_ptr.dtype.element_ty)
+        tl.store(out_ptr + out_at, padding, mask=((token < ROWS) & (at < tokens))[:, None])
     else:
         line = (split.to(tl.int64) * tokens + at) * (tl.num_programs(0) * HEADS) + head
-        # A split without keys for a row leaves only its total of 0, by which the combination knows not to read the rest.
+        # A split without keys for a row leaves only its total of 0, by which the combination knows not to read the
+        # rest.
         tl.store(acc_ptr + line[:, None] * D + dim[None, :], acc, mask=(live & (total != 0.0))[:, None])
         tl.store(stats_ptr + line * 2, peak, mask=live)
-        tl.store(stats_ptr + line * 2 + 1, total, mask=live)
+        tl.store(stats_ptr + (line * 2 + 1), total, mask=live)
 
 
 @triton.jit(do_not_specialize=["window", "tokens"])
@@ -178,22 +140,27 @@ def _combine_kernel(
     seq = tl.program_id(1) // ROWS
     row = tl.program_id(1) % ROWS
     q_begin, q_len, _, low, high = _bounds_fn(cu_ptr, kv_lens_ptr, seq, window, ROWS, WINDOW)
-    if row >= q_len:
-        return
-    at = (q_begin + row).to(tl.int64)
     live = tl.arange(0, BLOCK_H) < GROUP
     head = kv_head * GROUP + tl.arange(0, BLOCK_H)
     dim = tl.arange(0, D).to(tl.int64)
+    cell = (head * out_strides[1])[:, None] + (dim * out_strides[2])[None, :]
+    at = (tl.load(cu_ptr + tl.num_programs(1) // ROWS) + tl.program_id(1)).to(tl.int64)
+    padding = tl.zeros([BLOCK_H, D], out_ptr.dtype.element_ty)
+    if at < tokens:
+        tl.store(out_ptr + at * out_strides[0] + cell, padding, mask=live[:, None])
+    if row >= q_len:
+        return
+    at = (q_begin + row).to(tl.int64)
     used = SPLITS
     if SPLIT_KEYS > 0:
         used = (high - low // SPLIT_KEYS * SPLIT_KEYS + SPLIT_KEYS - 1) // SPLIT_KEYS
     acc = tl.zeros([BLOCK_H, D], tl.float32)
     peak = tl.full([BLOCK_H], FLOOR, tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
-    for split in range(0, used):
+    for split in range(used):
         line = (split * tokens.to(tl.int64) + at) * (tl.num_programs(0) * GROUP) + head
         part_peak = tl.load(stats_ptr + line * 2, mask=live, other=FLOOR)
-        part_total = tl.load(stats_ptr + line * 2 + 1, mask=live, other=0.0)
+        part_total = tl.load(stats_ptr + (line * 2 + 1), mask=live, other=0.0)
         held = live & (part_total != 0.0)
         part = tl.load(acc_ptr + line[:, None] * D + dim[None, :], mask=held[:, None], other=0.0)
         raised = tl.maximum(peak, part_peak)
@@ -205,111 +172,7 @@ def _combine_kernel(
     out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     if FP8 > 0:
         out *= tl.load(v_scale_ptr + kv_head * scale_stride)
-    out_at = (at * out_strides[0] + head * out_strides[1])[:, None] + (dim * out_strides[2])[None, :]
-    tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=live[:, None])
-
-
-@dataclass(frozen=True, slots=True)
-class RelAttentionDecodePlan:
-    """The two launches, known without the lengths; `combine_grid` is None for one split, which writes the result itself.
-    A tile has `rows` query rows times `heads`: the whole group, or an equal part of it where that would pass 128 rows."""
-
-    grid: tuple[int, int, int]
-    combine_grid: tuple[int, int] | None
-    rows: int
-    tokens: int
-    extra: int
-    heads: int
-    block_m: int
-    num_warps: int
-    config: RelAttentionDecodeConfig
-    num_splits: int
-    split_keys: int
-    group: int
-    head_dim: int
-    itemsize: int
-    kv_itemsize: int
-    extent: int
-    window: int | None
-
-    def workspace_bytes(self, tokens: int) -> int:
-        """Float32 partial results for `tokens` query rows: sums, maxima and totals of every split."""
-        heads = self.grid[0] * self.heads
-        return 4 * self.num_splits * tokens * heads * (self.head_dim + 2) if self.num_splits > 1 else 0
-
-    def work(self, q_lens: Sequence[int], kv_lens: Sequence[int]) -> Work:
-        """Tiles, bytes and operations for these lengths, both launches."""
-        size, heads = self.config.block_n, self.grid[0]
-        wide = 16 * (self.tokens + self.extra)
-        tiles = near_tiles = pairs = keys = 0
-        for q_len, kv_len in zip(q_lens, kv_lens, strict=True):
-            first, end = kv_len - q_len, kv_len if q_len else 0
-            low = max(first - self.window + 1, 0) if self.window is not None else 0
-            if end > low:
-                near = max(max(first + 1 - self.extent, 0) // size * size, low // size * size)
-                tiles += -(-end // size) - low // size
-                near_tiles += -(-end // size) - near // size
-                keys += end - low
-                seen = range(max(first, 0) + 1, end + 1)
-                pairs += sum(seen) if self.window is None else sum(min(n, self.window) for n in seen)
-        tokens = sum(q_lens)
-        line = tokens * heads * self.heads
-        workspace = self.workspace_bytes(tokens)
-        return Work(
-            tiles=tiles * heads,
-            tiles_least=-(-pairs // (self.rows * size)) * heads,
-            bytes_read=line * (self.head_dim + 16) * self.itemsize * self.num_splits + workspace
-            + heads * (2 * keys * self.head_dim * self.kv_itemsize + near_tiles * wide * size * self.itemsize),
-            bytes_written=line * self.head_dim * self.itemsize + workspace,
-            operations=heads * 2 * self.block_m * size * (2 * self.head_dim * tiles + wide * near_tiles),
-        )
-
-
-def rel_attention_decode_plan(
-    batch: int, heads: int, kv_heads: int, head_dim: int, extent: int, window: int | None, *, max_query_len: int,
-    max_keys: int, dtype: torch.dtype = torch.bfloat16, kv_dtype: torch.dtype | None = None,
-    target: Target | None = None, split_keys: int | None = None, config: RelAttentionDecodeConfig | None = None,
-) -> RelAttentionDecodePlan:  # fmt: skip
-    """Plan a decode or verify step; pure. `max_keys` bounds the lengths and so the splits; None for `target` plans for 64
-    compute units. Raises ValueError for a `max_query_len` or `split_keys` that the kernel does not take."""
-    chosen = config or DEFAULT
-    if isinstance(max_query_len, bool) or not isinstance(max_query_len, int) or not 1 <= max_query_len <= MAX_QUERY_LEN:
-        raise ValueError(
-            f"rel_attention_decode: max_query_len is {max_query_len!r}; expected 1 to {MAX_QUERY_LEN} (longer: rel_attention)"
-        )
-    if split_keys is not None and (split_keys < chosen.block_n or split_keys % chosen.block_n):
-        raise ValueError(f"rel_attention_decode: split_keys is {split_keys}; expected a multiple of {chosen.block_n}")
-    group = heads // kv_heads
-    span = max_keys if window is None else min(max_keys, window + max_query_len - 1)
-    if split_keys is not None:
-        splits = -(-span // split_keys) + (window is not None)
-    else:
-        units = 64 if target is None else target.compute_units
-        wanted = -(-chosen.programs_per_unit * units // max(1, batch * kv_heads))
-        splits = min(wanted, span // chosen.min_keys, chosen.max_splits)
-    splits = max(1, splits)
-    tokens = min(8, triton.next_power_of_2(max_query_len))
-    part = max(n for n in range(1, group + 1) if group % n == 0 and (n == 1 or max_query_len * n <= MAX_ROWS))
-    block_m = max(16, triton.next_power_of_2(max_query_len * part))
-    return RelAttentionDecodePlan(
-        grid=(heads // part, splits, batch),
-        combine_grid=(kv_heads, batch * max_query_len) if splits > 1 else None,
-        rows=max_query_len,
-        tokens=tokens,
-        extra=max(0, max_query_len - tokens),
-        heads=part,
-        block_m=block_m,
-        num_warps=min(8, chosen.num_warps * (2 if block_m == MAX_ROWS else 1)),
-        config=chosen,
-        num_splits=splits,
-        split_keys=split_keys or 0,
-        group=group,
-        head_dim=head_dim,
-        itemsize=dtype.itemsize,
-        kv_itemsize=(kv_dtype or dtype).itemsize,
-        extent=extent,
-        window=window,
-    )
+    tl.store(out_ptr + at * out_strides[0] + cell, out.to(out_ptr.dtype.element_ty), mask=live[:, None])
 
 
 def rel_attention_decode(
@@ -322,9 +185,10 @@ def rel_attention_decode(
     """Attend for at most `max_query_len` (1 to 9) query rows a sequence; returns `[T, Hq, D]` in `q.dtype`.
 
     Arguments as for :func:`inkling_kernels.rel_attention.rel_attention`. No sequence may have more rows than
-    `max_query_len` (rows beyond it are left unwritten) nor more keys than `max_keys` (default: what the block table has
-    room for), which only bounds the number of splits. `split_keys` fixes the split size, for results that do not depend on
-    the rest of the batch. The split results are float32; the rest as in the prefill kernel.
+    `max_query_len` (rows beyond it are left unwritten; padding behind the last sequence comes out 0) nor more keys than
+    `max_keys` (default: what the block table has room for), which only bounds the number of splits. `split_keys` fixes
+    the split size, for results that do not depend on the rest of the batch. The split results are float32; the rest as
+    in the prefill kernel.
 
     Raises TypeError or ValueError naming the argument, before anything is allocated or launched.
     """
@@ -338,6 +202,10 @@ def rel_attention_decode(
         max_keys=block_table.shape[1] * page if max_keys is None else max_keys, dtype=q.dtype, kv_dtype=k_pages.dtype,
         target=target, split_keys=split_keys, config=config,
     )  # fmt: skip
+    if tokens > batch * plan.rows:
+        raise ValueError(
+            f"rel_attention_decode: q has {tokens} rows; expected at most {batch * plan.rows}, max_query_len a sequence"
+        )
     out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
     if tokens == 0:
         return out
@@ -362,3 +230,30 @@ def rel_attention_decode(
             GROUP=plan.group, BLOCK_H=triton.next_power_of_2(plan.group), num_warps=4, num_stages=1, enable_fp_fusion=True,
         )  # fmt: skip
     return out
+
+
+def _case(
+    name: str, heads: int, kv_heads: int, window: int | None, extent: int, rows: int, instruction: dict[str, str],
+    spills: dict[str, int], *, fp8: bool = False,
+) -> CompileCase:  # fmt: skip
+    def launch(target: Target) -> torch.Tensor:
+        tensors, scales = meta_case(heads, kv_heads, extent, 4 * rows, fp8=fp8)
+        return rel_attention_decode(
+            *tensors, window=window, scale=1 / 128, max_query_len=rows, kv_scales=scales, target=target
+        )
+
+    return CompileCase(name, "rel_attention=triton", launch, spills, instruction, narrow=("proj_ptr",))
+
+
+# Fewer than 64 rows: below what Hopper's and Blackwell's larger instructions multiply at once.
+_FEW = {"sm90": "mma.sync", "sm100": "mma.sync", "sm103": "mma.sync"}
+# RDNA has 256 registers a thread at most.
+_RDNA_1 = {"gfx1100": 192, "gfx1151": 192}
+_RDNA_9 = {"gfx1100": 1200, "gfx1151": 1200, "gfx1201": 96}
+
+COMPILE_CASES = (
+    _case("full, group 8, 1 row", 64, 8, None, 1024, 1, _FEW, _RDNA_1),
+    _case("full, group 8, 9 rows", 64, 8, None, 1024, 9, {}, _RDNA_9),
+    _case("sliding, group 4, 1 row, fp8 cache", 64, 16, 512, 512, 1, _FEW, _RDNA_1, fp8=True),
+    _case("sliding, group 4, 9 rows", 64, 16, 512, 512, 9, {}, _RDNA_9),
+)

@@ -1,8 +1,8 @@
 """What the two relative attention kernels share: the loop over key tiles and the check of their arguments.
 
 The bias of query token `t` of a tile at key `j` is `r[t] . proj[:, first + t - j]`. Every token needs its own shift of
-`proj`, so a plain product of `r` and a band of `proj` would have to be sheared row by row afterwards. Here the shift is put
-into the operands instead:
+`proj`, so a plain product of `r` and a band of `proj` would have to be sheared row by row afterwards. Here the shift is
+put into the operands instead:
 
     r_wide[row, 16 * u + c]  = r[row, c] where u is the row's token, else 0                     once a query tile
     p_wide[16 * u + c, j]    = proj[c, first + u - j]                                          once a key tile
@@ -11,8 +11,8 @@ into the operands instead:
 so the bias arrives in the accumulator of the matrix instruction, already in place, and the softmax sees no extra
 registers. With `proj` stored distance-major (`proj.stride() == (1, d_rel)`) a column of `p_wide` is a contiguous run of
 `16 * tokens` elements; neighbouring columns overlap in all but 16 of them, so the loads hit the first-level cache. Any
-strides work; that one is fast. Against shearing a band product with `tl.gather`, compiled for the same 64 x 64 tile with
-Triton 3.9, this is 1230 instead of 1853 instructions on sm90 (8 tokens a tile) and 2819 instead of 4665 on gfx942.
+strides work; that one is fast. Against shearing a band product with `tl.gather`, compiled for the same 64 x 64 tile
+with Triton 3.9, this is 1230 instead of 1853 instructions on sm90 (8 tokens a tile) and 2819 instead of 4665 on gfx942.
 """
 
 from __future__ import annotations
@@ -30,13 +30,15 @@ LOG2E = tl.constexpr(1.4426950408889634)
 # a row whose keys are all masked so far needs no special case.
 FLOOR = tl.constexpr(-1.0e30)
 
-# How the bytes of an fp8 cache are read: OCP's e4m3fn (NaN at 0x7F and 0xFF) or CDNA3's e4m3fnuz (NaN at 0x80, half the value).
+# How the bytes of an fp8 cache are read: OCP's e4m3fn (NaN at 0x7F and 0xFF) or CDNA3's e4m3fnuz (NaN at 0x80, half the
+# value).
 FP8_KINDS = {torch.float8_e4m3fn: 1, torch.uint8: 1, torch.float8_e4m3fnuz: 2}
 
 
 @triton.jit
 def _widen_fn(raw, FP8: tl.constexpr, to: tl.constexpr):
-    """fp8 bytes as `to`, exactly: the magnitude's bits become a float32's exponent and top mantissa, then the bias is undone."""
+    """fp8 bytes as `to`, exactly: the magnitude's bits become a float32's exponent and top mantissa, then the bias is
+    undone."""
     if FP8 == 0:
         return raw
     byte = raw.to(tl.uint32)
@@ -58,7 +60,8 @@ def r_wide_fn(r_row_ptr, r_stride, token, live, shift, D_REL: tl.constexpr, TOKE
 
 @triton.jit
 def _p_wide_fn(proj_ptr, proj_strides, first, key, extent, D_REL: tl.constexpr, TOKENS: tl.constexpr):
-    """`p_wide` for `TOKENS` query positions from `first` on and the keys of a tile; 0 outside `0 <= distance < extent`."""
+    """`p_wide` for `TOKENS` query positions from `first` on and the keys of a tile; 0 outside `0 <= distance <
+    extent`."""
     wide = tl.arange(0, D_REL * TOKENS)
     distance = (first - key)[None, :] + (wide // D_REL)[:, None]
     at = distance * proj_strides[1] + (wide % D_REL)[:, None] * proj_strides[0]
@@ -74,9 +77,10 @@ def attend_fn(
 ):  # fmt: skip
     """Online softmax of one query tile over the keys `begin .. end - 1`, in tiles from a multiple of BLOCK_N on.
 
-    `first` is the position of the tile's token 0. Keys outside `low .. high - 1` belong to no row: neither they, nor their
-    values, nor their page numbers are read, and zeros stand for them. BIAS: some distance may lie inside the extent;
-    WINDOW: some key may have left a row's window; CAUSAL: some key may lie ahead of a row, or at or past `high`.
+    `first` is the position of the tile's token 0. Keys outside `low .. high - 1` belong to no row: neither they, nor
+    their values, nor their page numbers are read, and zeros stand for them. BIAS: some distance may lie inside the
+    extent; WINDOW: some key may have left a row's window; CAUSAL: some key may lie ahead of a row, or at or past
+    `high`.
     """
     col = tl.arange(0, BLOCK_N)
     dim = tl.arange(0, D).to(tl.int64)
@@ -124,18 +128,6 @@ def attend_fn(
     return acc, peak, total
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What a launch does for given lengths. `tiles_least` counts tiles of the same shape needed to cover every visible
-    (query token, key) pair if they could be packed without gaps. Bytes count each tile's reads once, before any cache."""
-
-    tiles: int
-    tiles_least: int
-    bytes_read: int
-    bytes_written: int
-    operations: int
-
-
 def check_arguments(
     op: str,
     q: torch.Tensor,
@@ -150,8 +142,8 @@ def check_arguments(
     scale: float,
     kv_scales: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> None:
-    """Raise TypeError or ValueError for what `op` cannot take. Lengths are compared with each other only on the CPU, where
-    reading them waits for nothing."""
+    """Raise TypeError or ValueError for what `op` cannot take. Lengths are compared with each other only on the CPU,
+    where reading them waits for nothing."""
     named = {"q": q, "r": r, "k_pages": k_pages, "v_pages": v_pages, "proj": proj, "block_table": block_table}
     named |= {"cu_seqlens": cu_seqlens, "kv_lens": kv_lens}
     ranks = {"q": 3, "r": 3, "k_pages": 4, "v_pages": 4, "proj": 2, "block_table": 2, "cu_seqlens": 1, "kv_lens": 1}
@@ -194,11 +186,17 @@ def check_arguments(
     if kv_heads == 0 or heads % kv_heads or not 1 <= heads // kv_heads <= 16:
         raise ValueError(f"{op}: q has {heads} heads over {kv_heads} key heads; expected a whole group of 1 to 16")
     if r.shape[:2] != q.shape[:2] or r.shape[2] != proj.shape[0]:
-        raise ValueError(f"{op}: r has shape {tuple(r.shape)}; expected [{len(q)}, {heads}, {proj.shape[0]}] as q and proj say")
+        raise ValueError(
+            f"{op}: r has shape {tuple(r.shape)}; expected [{len(q)}, {heads}, {proj.shape[0]}] as q and proj say"
+        )
     if proj.shape[0] != 16:
         raise ValueError(f"{op}: proj has d_rel {proj.shape[0]}; these kernels are written for 16")
     if proj.shape[1] < 1:
         raise ValueError(f"{op}: proj has shape {tuple(proj.shape)}; expected an extent of at least 1")
+    if (proj.shape[1] + 16) * abs(proj.stride(1)) + 15 * abs(proj.stride(0)) >= 1 << 31:
+        raise ValueError(
+            f"{op}: proj has strides {proj.stride()}; its {proj.shape[1]} distances must lie within 2^31 elements"
+        )
     if len(cu_seqlens) != len(kv_lens) + 1 or len(block_table) != len(kv_lens):
         raise ValueError(
             f"{op}: {len(kv_lens)} kv_lens, {len(cu_seqlens)} cu_seqlens and {len(block_table)} rows of block_table; "
@@ -213,10 +211,26 @@ def check_arguments(
         _check_lengths(op, len(q), block_table.shape[1] * page, cu_seqlens.tolist(), kv_lens.tolist())
 
 
+def meta_case(
+    heads: int, kv_heads: int, extent: int, rows: int, *, dtype: torch.dtype = torch.bfloat16, fp8: bool = False
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, torch.Tensor] | None]:
+    """Tensors without storage in the shapes of a layer, and the cache's scales: what the cases to compile are launched
+    with."""
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    pages = [empty(4096, 16, kv_heads, 128, dtype=torch.uint8 if fp8 else dtype) for _ in range(2)]
+    lengths = [empty(4, 512, dtype=torch.int32), empty(5, dtype=torch.int32), empty(4, dtype=torch.int32)]
+    scales = (empty(kv_heads, dtype=torch.float32), empty(kv_heads, dtype=torch.float32)) if fp8 else None
+    return (empty(rows, heads, 128), empty(rows, heads, 16), *pages, empty(extent, 16).t(), *lengths), scales
+
+
 def cache_operands(
     k_pages: torch.Tensor, v_pages: torch.Tensor, kv_scales: tuple[torch.Tensor, torch.Tensor] | None
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor | None, torch.Tensor | None], int]:
-    """The cache as a kernel takes it: fp8 as bytes (Triton has no e4m3 type on half the chips), scales, their stride."""
+    """The cache as a kernel takes it: fp8 as bytes (Triton has no e4m3 type on half the chips), scales, their
+    stride."""
     if kv_scales is None:
         return (k_pages, v_pages), (None, None), 0
     per_head = len(kv_scales[0]) > 1
@@ -233,14 +247,18 @@ def _check_scales(op: str, k_pages: torch.Tensor, kv_scales: tuple[torch.Tensor,
                 f"{op}: {name} is {scale.dtype} {tuple(scale.shape)}; expected float32 [1] or [{k_pages.shape[2]}]"
             )
         if len(scale) != len(kv_scales[0]):
-            raise ValueError(f"{op}: v_scale has {len(scale)} entries and k_scale {len(kv_scales[0])}; expected one number")
+            raise ValueError(
+                f"{op}: v_scale has {len(scale)} entries and k_scale {len(kv_scales[0])}; expected one number"
+            )
         if scale.device != k_pages.device:
-            raise ValueError(f"{op}: {name} is on {scale.device} and k_pages on {k_pages.device}; move them to one device")
+            raise ValueError(
+                f"{op}: {name} is on {scale.device} and k_pages on {k_pages.device}; move them to one device"
+            )
 
 
 def _check_lengths(op: str, tokens: int, room: int, starts: list[int], kv_lens: list[int]) -> None:
-    if starts[0] != 0 or starts[-1] != tokens or any(a > b for a, b in pairwise(starts)):
-        raise ValueError(f"{op}: cu_seqlens is {starts}; expected a rise from 0 to the {tokens} rows of q")
+    if starts[0] != 0 or starts[-1] > tokens or any(a > b for a, b in pairwise(starts)):
+        raise ValueError(f"{op}: cu_seqlens is {starts}; expected a rise from 0 to at most {tokens}, the rows of q")
     for name, bad in (("negative", [n for n in kv_lens if n < 0]), ("too long", [n for n in kv_lens if n > room])):
         if bad:
             raise ValueError(f"{op}: kv_lens has {name} {bad[0]}; block_table has room for 0 to {room} keys a sequence")

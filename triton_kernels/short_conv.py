@@ -8,16 +8,261 @@ drafts` the ring still holds the accepted rows after drafts were rejected, so no
 
 Layouts: `x` `[T, C]` rows of all sequences one after another (any row stride), `weight` `[C, W]` float32, `state`
 `[S, R, C]`, `slots` `[B]` int32 (the sequence's row of `state`), `cu_seqlens` `[B+1]` int32, `kv_lens` `[B]` int32
-(tokens of the sequence including this step's). Row `i` of sequence `b` is at position `kv_lens[b] - q_len[b] + i`.
+(tokens of the sequence including this step's). Row `i` of sequence `b` is at position `kv_lens[b] - q_len[b] + i`; rows
+at negative positions are padding, whose results mean nothing and which leave every state as it was.
 Arithmetic is float32 in the order of the formula, rounded to `x.dtype` once; `residual` is then added in `x.dtype`.
+
+The kernel cuts the batch into tiles of rows that never cross a sequence (`inkling_kernels.ragged`). The tile with a
+sequence's first rows is the only one to touch its ring: it reads the old rows, waits for its other threads, then writes
+the new ones. A row's value is the same chain of fused multiply-adds wherever its taps come from, so no chunking changes
+its bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
+import triton
+import triton.language as tl
+
+from inkling_kernels.compile_case import NO_MATRIX, CompileCase
+from inkling_kernels.ragged import FLOATS, check_batch, check_config, check_tensor, sequence_tile_fn
+from inkling_kernels.target import Target
+
+MAX_WIDTH = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvConfig:
+    """A tile's channels, and its rows where sequences have many rows a step and where they have few."""
+
+    channels: int = 256
+    rows: int = 16
+    few_rows: int = 4
+    num_warps: int = 4
+
+    def problems(self, target: Target) -> tuple[str, ...]:
+        """Why this configuration cannot run there; empty where it can."""
+        return tuple(
+            f"{name} is {value}; expected a power of two from {low} to {high}"
+            for name, value, low, high in (
+                ("channels", self.channels, 16, 2048),
+                ("rows", self.rows, 1, 128),
+                ("few_rows", self.few_rows, 1, 128),
+                ("num_warps", self.num_warps, 1, 8),
+            )
+            if not low <= value <= high or value & (value - 1)
+        )
+
+
+DEFAULT = ShortConvConfig()
+
+
+@triton.jit
+def convolved_fn(
+    x_ptr, x_row, x_at, weight_ptr, weight_at, weight_tap, state_ptr, state_slot, state_row, state_at,
+    slot, ring, begin, length, local, start, column_live,
+    WIDTH: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Float32 `[BLOCK_T, C]`: rows `local ..` of a sequence, convolved; rows past its last are 0. `x_at`, `weight_at`
+    and `state_at` are the channels' int64 offsets in their tensors. Rows before position 0, and all older rows where
+    there is no state, are 0."""
+    index = local + tl.arange(0, BLOCK_T)
+    live = index < length
+    total = tl.zeros([BLOCK_T, x_at.shape[0]], tl.float32)
+    tap = total
+    for j in tl.static_range(WIDTH):
+        source = index - (WIDTH - 1 - j)
+        new = (live & (source >= 0))[:, None] & column_live[None, :]
+        at = (begin + source).to(tl.int64) * x_row
+        tap = tl.load(x_ptr + at[:, None] + x_at[None, :], mask=new, other=0.0)
+        if state_ptr is not None and j < WIDTH - 1:
+            position = tl.where(slot >= 0, start + source, -1)
+            old = (live & (source < 0) & (position >= 0))[:, None] & column_live[None, :]
+            at = slot.to(tl.int64) * state_slot + (position % ring).to(tl.int64) * state_row
+            held = tl.load(state_ptr + at[:, None] + state_at[None, :], mask=old, other=0.0)
+            tap = tl.where(old, held.to(tap.dtype), tap)
+        tap = tap.to(tl.float32)
+        weight = tl.load(weight_ptr + weight_at + j * weight_tap, mask=column_live, other=0.0)
+        total = tl.fma(tap, tl.broadcast_to(weight[None, :], tap.shape), total)
+    return total + tap
+
+
+@triton.jit
+def keep_fn(
+    x_ptr, x_row, x_at, state_ptr, state_slot, state_row, state_at, slot, ring, begin, length, local, start,
+    column_live, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """In the first tile of a sequence, after all its threads have read the ring: write the sequence's newest inputs, as
+    many as the ring has rows for, where positions from 0 on belong."""
+    kept = tl.where(local == 0, tl.minimum(length, ring), 0)
+    if kept > 0:
+        tl.debug_barrier()
+    for first in range(0, kept, BLOCK_T):
+        index = length - kept + first + tl.arange(0, BLOCK_T)
+        position = tl.where(slot >= 0, start + index, -1)
+        live = ((index < length) & (position >= 0))[:, None] & column_live[None, :]
+        at = (begin + index).to(tl.int64) * x_row
+        x = tl.load(x_ptr + at[:, None] + x_at[None, :], mask=live, other=0.0)
+        at = slot.to(tl.int64) * state_slot + (position % ring).to(tl.int64) * state_row
+        tl.store(state_ptr + at[:, None] + state_at[None, :], x.to(state_ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit(do_not_specialize=["rows", "batch", "ring"])
+def _short_conv_kernel(
+    out_ptr, x_ptr, weight_ptr, state_ptr, slots_ptr, cu_ptr, kv_lens_ptr, residual_ptr, rows, batch, channels, ring,
+    x_strides, weight_strides, state_strides, residual_strides,
+    WIDTH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    seq, begin, length, covered, local, start = sequence_tile_fn(
+        cu_ptr, kv_lens_ptr, tl.program_id(0), rows, batch, BLOCK_T
+    )
+    if local >= covered:
+        return
+    channel = tl.program_id(1).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
+    column_live = channel < channels
+    slot = -1
+    if state_ptr is not None:
+        slot = tl.load(slots_ptr + seq)
+    x_at, state_at = channel * x_strides[1], channel * state_strides[2]
+    y = convolved_fn(
+        x_ptr, x_strides[0], x_at, weight_ptr, channel * weight_strides[0], weight_strides[1],
+        state_ptr, state_strides[0], state_strides[1], state_at, slot, ring, begin, length, local, start, column_live,
+        WIDTH, BLOCK_T,
+    )  # fmt: skip
+    if state_ptr is not None:
+        keep_fn(
+            x_ptr, x_strides[0], x_at, state_ptr, state_strides[0], state_strides[1], state_at,
+            slot, ring, begin, length, local, start, column_live, BLOCK_T,
+        )  # fmt: skip
+    row = local + tl.arange(0, BLOCK_T)
+    live = (row < covered)[:, None] & column_live[None, :]
+    row = (begin + row).to(tl.int64)
+    y = y.to(out_ptr.dtype.element_ty)
+    if residual_ptr is not None:
+        at = (row * residual_strides[0])[:, None] + (channel * residual_strides[1])[None, :]
+        residual = tl.load(residual_ptr + at, mask=live, other=0.0)
+        y = (residual.to(tl.float32) + y.to(tl.float32)).to(y.dtype)
+    tl.store(out_ptr + (row * channels)[:, None] + channel[None, :], y, mask=live)
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvPlan:
+    """A launch: (row tiles at most, channel tiles), the tile, warps."""
+
+    grid: tuple[int, int]
+    block_t: int
+    block_c: int
+    num_warps: int
+
+
+def short_conv_plan(
+    rows: int,
+    channels: int,
+    batch: int,
+    width: int,
+    target: Target | None = None,
+    config: ShortConvConfig | None = None,
+) -> ShortConvPlan:
+    """Plan `rows` rows of `batch` sequences; pure, and right for any lengths. Every target takes the same plan so
+    far."""
+    config = config or DEFAULT
+    # Rows that reach into the ring must all lie in the first tile of their sequence.
+    least = triton.next_power_of_2(max(1, width - 1))
+    block_t = max(least, config.rows if rows >= config.rows * batch else config.few_rows)
+    block_c = min(config.channels, max(16, triton.next_power_of_2(channels)))
+    return ShortConvPlan((rows // block_t + batch, triton.cdiv(channels, block_c)), block_t, block_c, config.num_warps)
+
+
+def short_conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    state: torch.Tensor | None,
+    slots: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    kv_lens: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    *,
+    target: Target | None = None,
+    config: ShortConvConfig | None = None,
+) -> torch.Tensor:
+    """Convolve `x` `[T, C]` with the Triton kernel and write its newest rows into `state` in place; forward only.
+
+    Layouts as in the module's docstring, any strides; `x` and `residual` bfloat16, float32 or (in tests) float16,
+    `state` any of these. Padding is as in `short_conv_ref`; a row at a position before 0 is not kept. Returns a
+    contiguous `[T, C]` in `x.dtype`.
+
+    Raises TypeError or ValueError naming the argument, before anything is allocated or launched.
+    """
+    check_conv("short_conv", x, weight, state, slots, cu_seqlens, kv_lens)
+    rows, channels = x.shape
+    if residual is not None:
+        check_tensor("short_conv", "residual", residual, (rows, channels), (x.dtype,), x.device)
+    config = config or DEFAULT
+    if target is not None:
+        check_config("short_conv", config.problems(target))
+    out = torch.empty(rows, channels, dtype=x.dtype, device=x.device)
+    if out.numel() == 0:
+        return out
+    plan = short_conv_plan(rows, channels, len(kv_lens), weight.shape[1], target, config)
+    _short_conv_kernel[plan.grid](
+        out, x, weight, state, slots, cu_seqlens, kv_lens, residual, rows, len(kv_lens), channels,
+        state.shape[1] if state is not None else 1, x.stride(), weight.stride(),
+        state.stride() if state is not None else (0, 0, 0), residual.stride() if residual is not None else (0, 0),
+        WIDTH=weight.shape[1], BLOCK_T=plan.block_t, BLOCK_C=plan.block_c, num_warps=plan.num_warps,
+        enable_fp_fusion=True,
+    )  # fmt: skip
+    return out
+
+
+def check_conv(
+    op: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    state: torch.Tensor | None,
+    slots: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    kv_lens: torch.Tensor,
+) -> None:
+    """Raise TypeError or ValueError for what a convolution of `x` `[T, C]` cannot take."""
+    check_tensor(op, "x", x, (None, None), FLOATS)
+    check_tensor(op, "weight", weight, (x.shape[1], None), (torch.float32,), x.device)
+    width = weight.shape[1]
+    if not 1 <= width <= MAX_WIDTH:
+        raise ValueError(f"{op}: weight has a width of {width}; expected 1 to {MAX_WIDTH}")
+    if state is not None:
+        check_tensor(op, "state", state, (None, None, x.shape[1]), FLOATS, x.device)
+        if state.shape[1] < max(1, width - 1):
+            raise ValueError(
+                f"{op}: state keeps {state.shape[1]} rows a sequence; a width of {width} needs {max(1, width - 1)}"
+            )
+    check_batch(op, len(x), slots, cu_seqlens, kv_lens, state, x.device)
+
+
+def _case(name: str, rows: int, batch: int, kept: bool = True, dtype: torch.dtype = torch.bfloat16) -> CompileCase:
+    def launch(target: Target) -> torch.Tensor:
+        def int32(size: int) -> torch.Tensor:
+            return torch.empty(size, dtype=torch.int32, device="meta")
+
+        x = torch.empty(rows, 6144, dtype=dtype, device="meta")
+        weight = torch.empty(6144, 4, dtype=torch.float32, device="meta")
+        state = x.new_empty(64, 11, 6144) if kept else None
+        return short_conv(
+            x, weight, state, int32(batch), int32(batch + 1), int32(batch), torch.empty_like(x), target=target
+        )
+
+    return CompileCase(name, "short_conv=triton", launch, instruction=NO_MATRIX)
+
+
+COMPILE_CASES = (
+    _case("prefill", 8192, 4),
+    _case("decode", 64, 64),
+    _case("prefill, float32", 8192, 4, dtype=torch.float32),
+    _case("no state", 8192, 4, kept=False),
+)
 
 
 def uniform_runs(cu_seqlens: list[int]) -> Iterator[tuple[int, int, int, int]]:
@@ -43,6 +288,7 @@ def short_conv_ref(
     """Convolve `x` `[T, C]` and write this step's inputs into `state` in place; see the module for formula and layouts.
 
     Without `state` every sequence starts at its first row (training). Differentiable in `x`, `weight` and `residual`.
+    A sequence whose slot is -1 neither reads nor writes state. Rows behind `cu_seqlens[-1]` are padding and give 0.
     Returns `[T, C]` in `x.dtype`. Raises `ValueError` where the ring holds fewer than `W - 1` rows.
     """
     width = weight.shape[1]
@@ -51,35 +297,37 @@ def short_conv_ref(
             f"short_conv: state keeps {state.shape[1]} rows a sequence; a width of {width} needs {width - 1}"
         )
     taps = weight.float().unbind(1)
-    lens, slot_ids = kv_lens.tolist(), slots.tolist()
+    lens, owners, starts = kv_lens.tolist(), slots.tolist(), cu_seqlens.tolist()
     pieces = []
-    for b0, b1, t0, n in uniform_runs(cu_seqlens.tolist()):
+    for b0, b1, t0, n in uniform_runs(starts):
         rows = x[t0 : t0 + (b1 - b0) * n].unflatten(0, (b1 - b0, n))
-        if state is None:
+        if state is None or width == 1:
             past = rows.new_zeros(b1 - b0, width - 1, x.shape[1])
         else:
-            ring, flat = state.shape[1], state.flatten(0, 1)
-            first = [length - n for length in lens[b0:b1]]
+            ring, first = state.shape[1], [length - n for length in lens[b0:b1]]
             at = [
-                s * ring + p % ring
-                for s, f in zip(slot_ids[b0:b1], first, strict=True)
+                (max(s, 0), p % ring)
+                for s, f in zip(owners[b0:b1], first, strict=True)
                 for p in range(f - width + 1, f)
             ]
-            past = flat.index_select(0, torch.tensor(at, device=x.device)).unflatten(0, (b1 - b0, width - 1))
+            past = state[[s for s, _ in at], [p for _, p in at]].unflatten(0, (b1 - b0, width - 1))
             for i, f in enumerate(first):
-                if f < width - 1:
-                    past[i, : width - 1 - f] = 0
-            keep = min(n, ring)
+                if f < width - 1 or owners[b0 + i] < 0:
+                    past[i, : width - 1 - (f if owners[b0 + i] >= 0 else 0)] = 0
             to = [
-                s * ring + p % ring
-                for s, f in zip(slot_ids[b0:b1], first, strict=True)
-                for p in range(f + n - keep, f + n)
+                (s, p % ring, t0 + i * n + p - f)
+                for i, (s, f) in enumerate(zip(owners[b0:b1], first, strict=True))
+                for p in range(max(f + n - min(n, ring), 0), f + n)
+                if s >= 0
             ]
-            flat.index_copy_(0, torch.tensor(to, device=x.device), rows[:, n - keep :].flatten(0, 1).to(state.dtype))
+            if to:
+                state[[s for s, _, _ in to], [p for _, p, _ in to]] = x[[t for _, _, t in to]].to(state.dtype)
         ext = torch.cat([past.to(x.dtype), rows], 1).float()
         y = ext[:, :n] * taps[0]
         for j in range(1, width):
             y = torch.addcmul(y, ext[:, j : j + n], taps[j])
         pieces.append((y + ext[:, width - 1 :]).to(x.dtype).flatten(0, 1))
+    if starts[-1] < len(x):
+        pieces.append(torch.zeros_like(x[starts[-1] :]))
     y = pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else x.clone()
     return y if residual is None else residual + y

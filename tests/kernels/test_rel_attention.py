@@ -1,0 +1,330 @@
+"""The prefill kernel of relative attention against a float64 oracle, and against the faults that others had.
+
+Letters and numbers in test names are those of the project's list of faults.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from attention_oracle import Exact, exact_attention, signal
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inkling_kernels.rel_attention import (
+    DEFAULT,
+    RelAttentionConfig,
+    rel_attention,
+    rel_attention_config,
+    rel_attention_plan,
+)
+from inkling_kernels.target import TARGETS, Target
+from inkling_kernels.testing import BOGUS_PAGE, PagedBatch, paged_batch
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def check(batch: PagedBatch, config: RelAttentionConfig | None = None) -> torch.Tensor:
+    out = rel_attention(*batch.args, **batch.options, config=config)
+    exact = exact_attention(batch)
+    assert out.dtype == batch.q.dtype
+    assert signal(out, exact) <= 1, f"error {signal(out, exact):.2f} of the tolerance"
+    return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 20])
+def test_core_mixed_batch(kernel_device: torch.device, dtype: torch.dtype, window: int | None) -> None:
+    """Prefill, extension, decode, verify and idle sequences in one launch."""
+    lengths = [(37, 37), (9, 50), (1, 70), (0, 33), (4, 4)]
+    check(paged_batch(lengths, heads=8, kv_heads=2, window=window, dtype=dtype, device=kernel_device, seed=1))
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 8, 16])
+def test_a8_every_group_size(kernel_device: torch.device, group: int) -> None:
+    lengths = [(q, q + 7) for q in range(1, 10, 4)]
+    batch = paged_batch(lengths, heads=2 * group, kv_heads=2, dtype=torch.bfloat16, device=kernel_device, seed=group)
+    check(batch)
+    check(batch, RelAttentionConfig(block_m=64, tokens=16))
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+@pytest.mark.parametrize("page", [16, 32, 256])
+def test_head_sizes_and_pages(kernel_device: torch.device, head_dim: int, page: int) -> None:
+    options = {"heads": 4, "kv_heads": 1, "head_dim": head_dim, "page": page, "window": 30, "extent": 30}
+    for head_major in (False, True):
+        check(paged_batch([(21, 60)], **options, device=kernel_device, seed=page, head_major=head_major))
+
+
+LENGTHS = st.one_of(
+    st.integers(1, 40).map(lambda n: (n, n)),
+    st.tuples(st.integers(1, 30), st.integers(0, 60)).map(lambda x: (x[0], x[0] + x[1])),
+    st.integers(1, 60).map(lambda n: (1, n)),
+    st.tuples(st.integers(2, 9), st.integers(0, 60)).map(lambda x: (x[0], x[0] + x[1])),
+    st.just((0, 5)),
+)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    lengths=st.lists(LENGTHS, min_size=1, max_size=4),
+    window=st.one_of(st.none(), st.integers(1, 70)),
+    extent=st.integers(1, 80),
+    group=st.sampled_from([1, 2, 4, 6]),
+    page=st.sampled_from([16, 64]),
+    dtype=st.sampled_from(DTYPES[:2]),
+    seed=st.integers(0, 1000),
+)
+def test_any_ragged_batch(kernel_device: torch.device, lengths, window, extent, group, page, dtype, seed) -> None:
+    check(
+        paged_batch(
+            lengths, heads=group, kv_heads=1, page=page, extent=extent, window=window, dtype=dtype, device=kernel_device,
+            seed=seed, head_major=bool(seed % 2),
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "lengths", [[(6, 6), (40, 40)], [(1, 1), (30, 30)], [(33, 33), (1, 1), (1, 1)], [(0, 0), (5, 5)]]
+)
+def test_a1_core_a_batch_equals_its_sequences_alone(
+    kernel_device: torch.device, lengths: list[tuple[int, int]]
+) -> None:
+    """NaN lies right behind every tensor, so a row read past the last one would show."""
+    batch = paged_batch(lengths, heads=8, kv_heads=1, dtype=torch.bfloat16, device=kernel_device, seed=3)
+    out = check(batch)
+    for index, (q_len, _) in enumerate(lengths):
+        begin = sum(batch.q_lens[:index])
+        alone = batch.alone(index)
+        torch.testing.assert_close(
+            rel_attention(*alone.args, **alone.options), out[begin : begin + q_len], rtol=0, atol=0
+        )
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), [(20, 20), (30, 56), (1, 600)])
+def test_a3_a10_the_bias_sits_at_its_distance(kernel_device: torch.device, q_len: int, kv_len: int) -> None:
+    """Head h has a bias of 30 at one distance alone; V holds each key's number in binary, so the output reads as a
+    key."""
+    distances, extent = [0, 1, 7, 31, 32, 511, 512, 513], 512
+    batch = paged_batch([(q_len, kv_len)], heads=8, kv_heads=1, extent=extent, device=kernel_device, seed=4)
+    batch.q.zero_()
+    batch.r.zero_()
+    batch.proj.zero_()
+    for head, distance in enumerate(distances):
+        batch.r[:, head, head] = 1
+        if distance < extent:
+            batch.proj[head, distance] = 30
+    for position in range(kv_len):
+        page, slot = int(batch.block_table[0, position // 16]), position % 16
+        bits = [float(position >> bit & 1) for bit in range(32)]
+        batch.v_pages[page, slot, 0] = torch.tensor(bits, device=kernel_device)
+    out = rel_attention(*batch.args, **batch.options).double().cpu()
+    for row in range(q_len):
+        position = kv_len - q_len + row
+        for head, distance in enumerate(distances):
+            if distance < extent and distance <= position:
+                read = sum(int(bit > 0.5) << place for place, bit in enumerate(out[row, head]))
+                assert read == position - distance, f"row {row}, distance {distance}"
+            else:
+                counts = torch.tensor([[float(n >> bit & 1) for bit in range(32)] for n in range(position + 1)]).mean(0)
+                torch.testing.assert_close(out[row, head], counts.double(), rtol=1e-5, atol=1e-5)
+
+
+def test_a5_core_visits_what_the_plan_says(kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entries outside the window name pages that do not exist. In the interpreter the products are counted too: two a
+    tile, three where there is a bias."""
+    for window, lengths in ((20, [(40, 90), (1, 70)]), (None, [(40, 90), (1, 70)]), (50, [(5, 64)])):
+        batch = paged_batch(lengths, heads=4, kv_heads=2, window=window, extent=24, device=kernel_device, seed=5)
+        assert window is None or set(batch.block_table[0].tolist()) & {BOGUS_PAGE, -1}
+        products = count_products(monkeypatch)
+        check(batch)
+        plan = rel_attention_plan(len(batch.q), len(lengths), 4, 2, 32, 24, window, dtype=torch.float32)
+        work = plan.work(batch.q_lens, batch.kv_lens.tolist())
+        assert products is None or len(products) == 2 * work.tiles + work.bias_tiles
+
+
+def count_products(monkeypatch: pytest.MonkeyPatch) -> list[int] | None:
+    """A list that grows by one with every `tl.dot` of the interpreter, or None where kernels are compiled."""
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    if not isinstance(rel_attention.__globals__["_rel_attention_kernel"], interpreter.InterpretedFunction):
+        return None
+    stock, seen = builder.create_dot, []
+
+    def dot(self, *args):
+        seen.append(1)
+        return stock(self, *args)
+
+    monkeypatch.setattr(builder, "create_dot", dot)
+    return seen
+
+
+def test_a6_core_rows_without_keys_are_zero(kernel_device: torch.device) -> None:
+    live = paged_batch([(5, 9)], heads=4, kv_heads=1, dtype=torch.bfloat16, device=kernel_device, seed=6)
+    padded = paged_batch(
+        [(5, 9), (1, 0), (0, 0), (3, 1)], heads=4, kv_heads=1, dtype=torch.bfloat16, device=kernel_device
+    )
+    padded.q[:5], padded.r[:5], padded.proj[:] = live.q, live.r, live.proj
+    table = torch.zeros_like(padded.block_table)
+    table[:, : live.block_table.shape[1]] = live.block_table
+    batch = dataclasses.replace(padded, k_pages=live.k_pages, v_pages=live.v_pages, block_table=table)
+    out = rel_attention(*batch.args, **batch.options)
+    torch.testing.assert_close(out[:5], rel_attention(*live.args, **live.options), rtol=0, atol=0)
+    assert not out[5:8].any()
+    assert out[8].isfinite().logical_or(out[8].isnan()).all()
+    empty = paged_batch([(0, 0)], heads=4, kv_heads=1, device=kernel_device)
+    assert rel_attention(*empty.args, **empty.options).shape == (0, 4, 32)
+
+
+def test_a6_core_padding_behind_the_last_sequence_is_zero(kernel_device: torch.device) -> None:
+    batch = paged_batch([(5, 9), (20, 20)], heads=4, kv_heads=1, device=kernel_device, seed=6)
+    expected = check(batch)
+    batch.cu_seqlens = torch.tensor([0, 5, 7], dtype=torch.int32, device=kernel_device)
+    batch.kv_lens[1] = 2
+    out = rel_attention(*batch.args, **batch.options)
+    torch.testing.assert_close(out[:7], expected[:7], rtol=0, atol=0)
+    assert out[7:].eq(0).all()
+
+
+def test_a7_core_poison_stays_out(kernel_device: torch.device) -> None:
+    """All that `paged_batch` leaves NaN is turned into another poison: no bit of the result may follow."""
+    batch = paged_batch([(20, 43), (1, 33)], heads=4, kv_heads=1, window=18, dtype=torch.bfloat16, device=kernel_device)
+    first = check(batch)
+    for cache in (batch.k_pages, batch.v_pages):
+        cache.nan_to_num_(nan=float("inf"))
+    torch.testing.assert_close(rel_attention(*batch.args, **batch.options), first, rtol=0, atol=0)
+
+
+def test_nan_in_a_row_stays_in_the_row(kernel_device: torch.device) -> None:
+    batch = paged_batch([(20, 20)], heads=4, kv_heads=1, device=kernel_device, seed=8)
+    clean = rel_attention(*batch.args, **batch.options)
+    batch.q[7, 2, 0] = batch.r[9, 1, 3] = float("nan")
+    out = rel_attention(*batch.args, **batch.options)
+    hit = out.isnan().any(-1).nonzero().tolist()
+    assert hit == [[7, 2], [9, 1]]
+    torch.testing.assert_close(out[10:], clean[10:], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("window", "extent"), [(None, 1024), (512, 512)])
+def test_a12_the_seams_of_bias_and_window(kernel_device: torch.device, window: int | None, extent: int) -> None:
+    """The last query of a long context: its window and extent end inside key tiles."""
+    for kv_len in (510, 513, 514, 1025) if window else (1023, 1026):
+        check(
+            paged_batch(
+                [(2, kv_len)], heads=4, kv_heads=1, window=window, extent=extent, device=kernel_device, seed=kv_len
+            )
+        )
+
+
+SIZES = [(64, 8, None, 1024), (64, 16, 512, 512), (32, 8, None, 1024), (32, 8, 512, 512)]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "window", "extent"), SIZES)
+@pytest.mark.parametrize("target", [target for target in TARGETS if target.vendor != "cpu"], ids=str)
+def test_a5_the_plan_visits_few_tiles(
+    heads: int, kv_heads: int, window: int | None, extent: int, target: Target
+) -> None:
+    plan = rel_attention_plan(8192, 1, heads, kv_heads, 128, extent, window, target=target)
+    work = plan.work([8192], [8192])
+    assert work.tiles <= 1.15 * work.tiles_least
+    assert plan.workspace_bytes == 0
+    assert plan.grid == (8192 // plan.tokens + 1, kv_heads)
+
+
+@pytest.mark.parametrize("target", [target for target in TARGETS if target.vendor != "cpu"], ids=str)
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_a13_the_chosen_tile_fits_every_chip(target: Target, itemsize: int) -> None:
+    for group in range(1, 17):
+        for head_dim in (16, 32, 64, 128):
+            facts = {"group": group, "head_dim": head_dim, "itemsize": itemsize}
+            assert rel_attention_config(target, **facts).problems(target, **facts) == ()
+            assert DEFAULT.problems(target, **facts) == ()
+
+
+def test_a13_what_does_not_fit_is_refused() -> None:
+    large = RelAttentionConfig(block_m=128, block_n=128, tokens=16, num_stages=3)
+    for name in ("sm86", "sm120", "gfx942", "gfx1100", "gfx950"):
+        (problem,) = large.problems(Target.parse(name), group=8, head_dim=128)
+        assert "bytes of shared memory" in problem
+    with pytest.raises(ValueError, match="shared memory"):
+        rel_attention_plan(64, 1, 64, 8, 128, 1024, None, target=Target.parse("gfx942"), config=large)
+    odd = RelAttentionConfig(block_m=48, block_n=8, tokens=32, num_warps=3, num_stages=0)
+    assert len(odd.problems(Target.parse("sm90"), group=4, head_dim=64)) == 5
+
+
+def batch_for_errors() -> PagedBatch:
+    return paged_batch([(3, 5), (1, 4)], heads=4, kv_heads=2)
+
+
+def int64(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.long()
+
+
+BAD = {
+    "q": [(lambda x: x.double(), TypeError, "float64"), (lambda x: x[0], ValueError, "3 dimensions"),
+          (lambda x: x[:, :3], ValueError, "3 heads over 2"), (lambda x: x[..., :24], ValueError, "head_dim 24")],
+    "r": [(lambda x: x.bfloat16(), TypeError, "cast r"), (lambda x: x[:2], ValueError, r"expected \[4, 4, 16\]")],
+    "k_pages": [(lambda x: x[:, :8], ValueError, "k_pages"), (lambda x: x.bfloat16(), TypeError, "like q")],
+    "v_pages": [(lambda x: x[..., :16], ValueError, "v_pages"), (lambda x: x.half(), TypeError, "v_pages")],
+    "proj": [(lambda x: x[:8], ValueError, "d_rel|as q and proj say"), (lambda x: x[:, :0], ValueError, "extent")],
+    "block_table": [(int64, TypeError, "int32"), (lambda x: x[:1], ValueError, "1 rows of block_table"),
+                    (lambda x: x[:, :0], ValueError, "room for 0 to 0"), (lambda x: x.repeat(1, 2)[:, ::2], ValueError, "stride 2")],
+    "cu_seqlens": [(int64, TypeError, "int32"), (lambda x: x[:2], ValueError, "2 cu_seqlens"),
+                   (lambda x: x - 1, ValueError, "rise from 0"), (lambda x: x.flip(0), ValueError, "rise from 0"),
+                   (lambda x: x + torch.tensor([0, 3, 0], dtype=torch.int32), ValueError, "rise from 0"),
+                   (lambda x: x + torch.tensor([0, 0, 1], dtype=torch.int32), ValueError, "at most 4")],
+    "kv_lens": [(int64, TypeError, "int32"), (lambda x: -x, ValueError, "negative"), (lambda x: x + 2**30, ValueError, "too long"),
+                (lambda x: x.tolist(), TypeError, "torch.Tensor"), (lambda x: x[None], ValueError, "1 dimensions")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "error", "message"), [(n, *rest) for n, rows in BAD.items() for rest in rows]
+)
+def test_bad_arguments_are_named(name: str, change, error: type[Exception], message: str) -> None:
+    batch = batch_for_errors()
+    setattr(batch, name, change(getattr(batch, name)))
+    with pytest.raises(error, match=f"rel_attention: .*({message})"):
+        rel_attention(*batch.args, **batch.options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"window": 0}, "window is 0"), ({"window": True}, "window is True"), ({"scale": 0.0}, "scale is 0"),
+     ({"scale": float("nan")}, "scale is nan"), ({"kv_scales": (torch.ones(1), torch.ones(1))}, "expected None")],
+)  # fmt: skip
+def test_bad_options_are_named(options: dict, message: str) -> None:
+    batch = batch_for_errors()
+    with pytest.raises(ValueError, match=f"rel_attention: .*{message}"):
+        rel_attention(*batch.args, **batch.options | options)
+
+
+def fp8(
+    batch: PagedBatch, dtype: torch.dtype, per_head: bool
+) -> tuple[PagedBatch, tuple[torch.Tensor, torch.Tensor], Exact]:
+    """The batch with its cache rounded to fp8 by torch, its scales, and the exact result over the rounded cache."""
+    heads = batch.k_pages.shape[2]
+    scales = torch.linspace(0.5, 3.0, heads) if per_head else torch.tensor([0.75])
+    narrow = [(pages / scales[:, None].to(pages)).to(dtype) for pages in (batch.k_pages, batch.v_pages)]
+    back = [
+        [(x / scales[:, None].to(x)).to(dtype).double() * scales[:, None] for x in xs]
+        for xs in (batch.keys, batch.values)
+    ]
+    exact = exact_attention(dataclasses.replace(batch, keys=back[0], values=back[1]))
+    scales = scales.to(batch.q.device)
+    return dataclasses.replace(batch, k_pages=narrow[0], v_pages=narrow[1]), (scales, 2 * scales), exact
+
+
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.uint8])
+@pytest.mark.parametrize("per_head", [False, True])
+def test_core_fp8_cache_is_scaled_in_registers(kernel_device: torch.device, kind: torch.dtype, per_head: bool) -> None:
+    batch = paged_batch([(9, 20), (1, 33)], heads=4, kv_heads=2, dtype=torch.bfloat16, device=kernel_device, seed=9)
+    stored = torch.float8_e4m3fn if kind == torch.uint8 else kind
+    batch, scales, exact = fp8(batch, stored, per_head)
+    if kind == torch.uint8:
+        batch.k_pages, batch.v_pages = batch.k_pages.view(torch.uint8), batch.v_pages.view(torch.uint8)
+    out = rel_attention(*batch.args, **batch.options, kv_scales=scales)
+    assert signal(out, Exact(2 * exact.out, 2 * exact.magnitude)) <= 1

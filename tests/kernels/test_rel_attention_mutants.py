@@ -1,0 +1,120 @@
+"""Broken copies of the attention kernels, every one of which the comparison with the oracle must catch.
+
+Each is caught on ordinary batches, by the tolerance that the other tests use; how far it exceeds that is printed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from attention_oracle import Exact, exact_attention, signal
+from mutants import broken
+
+from inkling_kernels.testing import PagedBatch, paged_batch
+
+FILES = ("target", "ragged", "rel_attention_tile", "rel_attention", "rel_attention_decode")
+RAGGED, TILE, PREFILL, DECODE = FILES[1:]
+
+# name, file, text, what stands there instead
+BROKEN = [
+    ("no bias", TILE, "score = tl.dot(r_wide, p_wide, score,", "score = tl.dot(r_wide * 0, p_wide, score,"),
+    ("bias one late", TILE, "(first - key)[None, :] +", "(first - key + 1)[None, :] +"),
+    ("bias one early", TILE, "(first - key)[None, :] +", "(first - key - 1)[None, :] +"),
+    ("window + 1", TILE, "distance < window", "distance <= window"),
+    ("window - 1", TILE, "distance < window", "distance < window - 1"),
+    ("window + 1 read", PREFILL, "low = tl.maximum(first - window + 1, 0)", "low = tl.maximum(first - window + 2, 0)"),
+    ("extent + 1", TILE, "(distance < extent)", "(distance <= extent)"),
+    ("extent - 1", TILE, "(distance < extent)", "(distance < extent - 1)"),
+    ("1/sqrt(d)", TILE, '"ieee") * scale', '"ieee") * tl.sqrt(scale)'),
+    ("no bias in the last tiles", PREFILL, "BIAS=True, WINDOW=WINDOW, CAUSAL=True", "BIAS=False, WINDOW=WINDOW, CAUSAL=True"),
+    ("far zone one tile long", PREFILL, "first + 1 - extent, 0) //", "first + 1 + BLOCK_N - extent, 0) //"),
+    ("sees one key ahead", TILE, "score = tl.where(distance >= 0, score", "score = tl.where(distance >= -1, score"),
+    ("does not see itself", TILE, "distance >= 0,", "distance > 0,"),
+    ("position without the past", PREFILL, "tl.where(t0 < q_len, first + t0, -TOKENS)", "tl.where(t0 < q_len, t0, -TOKENS)"),
+    ("position one late", PREFILL, "tl.where(t0 < q_len, first + t0, -TOKENS)", "tl.where(t0 < q_len, first + t0 + 1, -TOKENS)"),
+    ("heads in the wrong order", PREFILL, "head = kv_head * GROUP + row % GROUP", "head = kv_head + row % GROUP"),
+    ("sums not rescaled", TILE, "v, acc * decay[:, None]", "v, acc"),
+    ("totals not rescaled", TILE, "total = total * decay +", "total = total +"),
+    ("slots of the next page", TILE, "slot = (key % PAGE)", "slot = (key % (PAGE // 2))"),
+    ("values of masked keys read", TILE, "v = tl.load(v_at, mask=held[:, None], other=0)", "v = tl.load(v_at, mask=(key < high)[:, None] & (dim >= 0)[None, :], other=0)"),
+    ("keys past the end read", TILE, "held = (key >= low) & (key < high)", "held = (key >= low) & (key < high + 1)"),
+    ("0/0 on rows without keys", PREFILL, "tl.where(total == 0.0, 1.0, total)[", "total["),
+    ("first sequence everywhere", PREFILL, "table_ptr += seq.to(tl.int64) * table_stride", "table_ptr += 0 * table_stride"),
+    ("tiles one sequence off", RAGGED, "if tl.load(cu_ptr + middle) // BLOCK_T + middle <= tile", "if tl.load(cu_ptr + middle) // BLOCK_T + middle < tile"),
+    ("a split tile dropped", DECODE, "// BLOCK_N + SPLITS - 1) // SPLITS * BLOCK_N", "// BLOCK_N) // SPLITS * BLOCK_N"),
+    ("splits not weighted", DECODE, "part * new[:, None]", "part"),
+    ("split totals not weighted", DECODE, "part_total * new", "part_total"),
+    ("one split not combined", DECODE, "for split in range(0, used)", "for split in range(1, used)"),
+    ("bias of the ninth row lost", TILE, "score = tl.dot(r_extra, p_wide, score,", "score = tl.dot(r_extra * 0, p_wide, score,"),
+    ("ninth row's bias at the first's", TILE, "first + TOKENS, key", "first, key"),
+    ("decode position one late", DECODE, "first = kv_len - q_len", "first = kv_len - q_len + 1"),
+    ("decode window + 1 read", DECODE, "low = tl.maximum(first - window + 1, 0)", "low = tl.maximum(first - window + 2, 0)"),
+    ("0/0 in the combination", DECODE, "out = acc / tl.where(total == 0.0, 1.0, total)", "out = acc / total"),
+    ("fp8 values unscaled", PREFILL, "out *= tl.load(v_scale_ptr", "out *= 1 + 0 * tl.load(v_scale_ptr"),
+    ("fp8 keys unscaled", PREFILL, "scale *= tl.load(k_scale_ptr", "scale *= 1 + 0 * tl.load(k_scale_ptr"),
+]  # fmt: skip
+
+
+def cases(device: torch.device) -> list[tuple[str, PagedBatch, Exact, dict]]:
+    """Batches that together reach every line, smallest first, with the launcher and its further arguments."""
+    options = {"heads": 4, "kv_heads": 2, "extent": 24, "device": device, "unused_pages": (0, 0)}
+    cheap = [(3, 3), (1, 0), (9, 50)]
+    batches: list[tuple[str, PagedBatch, dict]] = [
+        (PREFILL, paged_batch(cheap, window=20, **options, seed=1), {}),
+        (PREFILL, paged_batch([(3, 3), (18, 90)], **options, seed=2), {}),
+    ]
+    verify = [(9, 75), (1, 40), (1, 0)]
+    batches += [
+        (DECODE, paged_batch(verify, window=20, **options, seed=3), {"max_query_len": 9}),
+        (DECODE, paged_batch(verify, **options, seed=4), {"max_query_len": 9}),
+    ]
+    found = [(file, batch, exact_attention(batch), more) for file, batch, more in batches]
+    narrow = paged_batch([(4, 20)], **options, seed=5)
+    scales = torch.tensor([0.5, 2.0], device=device)
+    for pages, dense in ((narrow.k_pages, narrow.keys), (narrow.v_pages, narrow.values)):
+        pages[:] = pages.to(torch.float8_e4m3fn)
+        dense[0][:] = dense[0].to(torch.float8_e4m3fn).float() * scales.cpu()[:, None]
+    exact = exact_attention(narrow)
+    narrow.k_pages, narrow.v_pages = (x.to(torch.float8_e4m3fn) for x in (narrow.k_pages, narrow.v_pages))
+    return [*found, (PREFILL, narrow, exact, {"kv_scales": (scales, scales)})]
+
+
+def largest_signal(modules: dict, device: torch.device) -> float:
+    """The largest error over the cases as a multiple of the tolerance, up to the first that exceeds it."""
+    largest = 0.0
+    for file, batch, exact, more in cases(device):
+        module = modules[file]
+        if file == DECODE:
+            more = more | {"config": module.RelAttentionDecodeConfig(min_keys=32)}
+        out = getattr(module, file)(*batch.args, **batch.options, **more)
+        largest = max(largest, signal(out, exact))
+        if largest > 1:
+            break
+    return largest
+
+
+def test_the_unbroken_copy_passes(kernel_device: torch.device, tmp_path: Path) -> None:
+    modules = broken(tmp_path, "unbroken", FILES, TILE, "tl.exp2", "tl.exp2")
+    assert largest_signal(modules, kernel_device) <= 1
+
+
+def test_a4_every_broken_copy_is_caught(
+    kernel_device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines, missed = [], []
+    for number, (name, file, text, instead) in enumerate(BROKEN):
+        modules = broken(tmp_path, f"broken_{number}", FILES, file, text, instead)
+        found = largest_signal(modules, kernel_device)
+        lines.append(f"{found:10.3g} times the tolerance: {name}")
+        if not found > 1:
+            missed.append(name)
+    with capsys.disabled():
+        print(
+            f"\n{len(BROKEN) - len(missed)} of {len(BROKEN)} broken copies of the attention kernels caught",
+            *lines,
+            sep="\n",
+        )
+    assert not missed
+    assert len(BROKEN) >= 20
