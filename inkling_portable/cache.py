@@ -191,7 +191,7 @@ class Cache:
                         self.pools[kind].holders[page] += 1
             self._copy_last_page(seq)
             self._restore(seq, path[-1])
-            self._prefixes.touch(path)
+            self._prefixes.touch(path[-1])
         return seq
 
     def _copy_last_page(self, seq: SequenceState) -> None:
@@ -211,6 +211,7 @@ class Cache:
             for page in seq.pages[kind]:
                 if page >= 0:
                     self._release(kind, page)
+        self._prefixes.touch(seq.node)
         self._free_slots.append(seq.slot)
 
     def batch(self, seqs: Sequence[SequenceState], rows: Sequence[int], start: Sequence[int] | None = None) -> Batch:

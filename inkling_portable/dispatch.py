@@ -117,25 +117,42 @@ class Row:
         return self.when(facts) if self.when is not None else None
 
 
+def to_float32(facts: Facts) -> str | None:
+    """The Triton kernels compute in float32 at most, which is no float64."""
+    return "computes in float32 at most, not in float64" if facts.dtype == "float64" else None
+
+
 # fmt: off
 ROWS: Final[tuple[Row, ...]] = (
-    #   op               targets    needs when  implementation                                        name
+    #   op               targets    needs when        implementation                                        name
     #   why, evidence
-    Row("embedding",     ("cpu",),  (),   None, "inkling_kernels.embedding:embedding_ref",            "torch",
+    Row("embedding",     ("gpu",),  (),   to_float32, "inkling_kernels.embedding:embedding",                "triton",
+        "gather and norm in one launch, a program a token", "none"),
+    Row("embedding",     ("cpu",),  (),   None,       "inkling_kernels.embedding:embedding_ref",            "torch",
         "a gather and a norm, in torch", "ran cpu"),
-    Row("rms_norm",      ("cpu",),  (),   None, "inkling_kernels.norm:rms_norm_ref",                  "torch",
+    Row("rms_norm",      ("gpu",),  (),   to_float32, "inkling_kernels.norm:rms_norm",                      "triton",
+        "whole rows in registers, read once; a row's bits do not depend on the batch", "none"),
+    Row("rms_norm",      ("cpu",),  (),   None,       "inkling_kernels.norm:rms_norm_ref",                  "torch",
         "float32 statistics, in torch: Triton compiles nothing for a CPU", "ran cpu"),
-    Row("qkvr_prep",     ("cpu",),  (),   None, "inkling_kernels.kv_cache:qkvr_prep_ref",             "torch",
+    Row("qkvr_prep",     ("gpu",),  (),   to_float32, "inkling_kernels.kv_cache:qkvr_prep",                 "triton",
+        "convolution, norms, tau and cache write (fp8 too) in one launch; only q and r leave it", "none"),
+    Row("qkvr_prep",     ("cpu",),  (),   None,       "inkling_kernels.kv_cache:qkvr_prep_ref",             "torch",
         "convolution, norms, tau and cache write in turn, in torch", "ran cpu"),
-    Row("rel_attention", ("cpu",),  (),   None, "inkling_kernels.rel_attention:rel_attention_ref",    "torch",
+    Row("rel_attention", ("cpu",),  (),   None,       "inkling_kernels.rel_attention:rel_attention_ref",    "torch",
         "tiles of query rows over the keys that they may see, in torch matrix products", "ran cpu"),
-    Row("short_conv",    ("cpu",),  (),   None, "inkling_kernels.short_conv:short_conv_ref",          "torch",
+    Row("short_conv",    ("gpu",),  (),   to_float32, "inkling_kernels.short_conv:short_conv",              "triton",
+        "one launch for prefill, decode and verify, on a ring that needs no roll-back", "none"),
+    Row("short_conv",    ("cpu",),  (),   None,       "inkling_kernels.short_conv:short_conv_ref",          "torch",
         "a float32 sum of W shifted products, in torch", "ran cpu"),
-    Row("routing",       ("cpu",),  (),   None, "inkling_kernels.routing:routing_ref",                "torch",
+    Row("routing",       ("gpu",),  (),   to_float32, "inkling_kernels.routing:routing",                    "triton",
+        "float32; the maximum taken k times over keys that hold score and index", "none"),
+    Row("routing",       ("cpu",),  (),   None,       "inkling_kernels.routing:routing_ref",                "torch",
         "float32 in torch; a stable sort, so that the lowest index wins a tie", "ran cpu"),
-    Row("moe_experts",   ("cpu",),  (),   None, "inkling_kernels.moe_gemm:moe_experts_ref",           "torch",
+    Row("moe_experts",   ("cpu",),  (),   None,       "inkling_kernels.moe_gemm:moe_experts_ref",           "torch",
         "one matrix product an expert that has tokens; fp4 is dequantised an expert at a time", "ran cpu"),
-    Row("silu_mul",      ("cpu",),  (),   None, "inkling_kernels.activation:silu_mul_ref",            "torch",
+    Row("silu_mul",      ("gpu",),  (),   to_float32, "inkling_kernels.activation:silu_mul",                "triton",
+        "elementwise on the interleaved columns, in float32", "none"),
+    Row("silu_mul",      ("cpu",),  (),   None,       "inkling_kernels.activation:silu_mul_ref",            "torch",
         "elementwise on the interleaved columns, in torch", "ran cpu"),
 )
 # fmt: on

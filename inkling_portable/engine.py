@@ -41,8 +41,9 @@ class CompletionOutput:
 @dataclass
 class RequestOutput:
     """A request and its completion. `timings` are seconds: `queued`, `first_token` (both from submission) and
-    `total`, with `tokens_per_second` of decoding; with speculative decoding also `accepted` tokens for each draft
-    position and `steps`.
+    `total`, with `tokens_per_second` of decoding. With speculative decoding there are also `steps`, those that
+    verified drafts; `accepted`, in how many of them the draft of each position was; and `mean_accepted_length`, the
+    tokens that such a step yields: `(sum(accepted) + steps) / steps`.
     """
 
     request_id: int
@@ -127,12 +128,29 @@ class Engine:
         media: Sequence[tuple[int, torch.Tensor]] = (),
         keys: Sequence[int] | None = None,
     ) -> int:
-        """Queue a request and return its id. Raises `ValueError` for tokens or lengths that the model cannot serve.
+        """Queue a request and return its id. Raises `ValueError` for what cannot be served; see `check`.
 
         `media` holds `(position, rows [n, H])`: embeddings that stand where the prompt has placeholders. `keys` name
         every prompt position for prefix reuse and default to the tokens; placeholders of different media need
         different keys.
         """
+        limit = self.check(tokens, params)
+        text, names = Detokenizer(self.codec) if self.codec else None, list(tokens if keys is None else keys)
+        rest = params, limit, params.generator(), text, time.perf_counter()
+        request = _Request(self._count, prompt, list(tokens), names, media, *rest)
+        if params.logprobs is not None:
+            request.output.logprobs = []
+        self._count += 1
+        self._waiting.append(request)
+        return request.index
+
+    def refuse(self, prompt: str | None, error: str) -> RequestOutput:
+        """The output, with an id in turn, of a request that cannot be served for the reason `error`."""
+        self._count += 1
+        return RequestOutput(self._count - 1, prompt, [], [CompletionOutput(finish_reason="error", error=error)])
+
+    def check(self, tokens: Sequence[int], params: SamplingParams) -> int:
+        """How many tokens a request may come to. Raises `ValueError` for tokens or lengths that cannot be served."""
         if not tokens:
             raise ValueError("the prompt is empty; give at least one token")
         vocabulary = self.config.unpadded_vocab_size
@@ -152,19 +170,7 @@ class Engine:
                 f"the request needs {need} cache pages of {self.cache.page_size} tokens, the cache has {have}; "
                 "ask for fewer tokens or give it more memory"
             )
-        generator = None
-        if params.temperature > 0:
-            generator = torch.Generator()
-            generator.manual_seed(params.seed) if params.seed is not None else generator.seed()
-        text, names = Detokenizer(self.codec) if self.codec else None, list(tokens if keys is None else keys)
-        request = _Request(
-            self._count, prompt, list(tokens), names, media, params, limit, generator, text, time.perf_counter()
-        )
-        if params.logprobs is not None:
-            request.output.logprobs = []
-        self._count += 1
-        self._waiting.append(request)
-        return request.index
+        return limit
 
     def _index(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
@@ -333,7 +339,8 @@ class Engine:
         counts = timings.setdefault("accepted", [0] * self.drafts)
         for i in range(accepted):
             counts[i] += 1
-        timings["steps"] = timings.get("steps", 0) + 1
+        steps = timings["steps"] = timings.get("steps", 0) + 1
+        timings["mean_accepted_length"] = (sum(counts) + steps) / steps
 
     # -- drafting ----------------------------------------------------------------------------------------------------
 

@@ -26,8 +26,10 @@ from inkling_portable.engine import Engine, RequestOutput
 from inkling_portable.model import Inkling
 from inkling_portable.mtp import MultiTokenPrediction
 from inkling_portable.ops import Ops
+from inkling_portable.prompts import Prompt, PromptReader
 from inkling_portable.sampling import SamplingParams
 from inkling_portable.text import TextCodec
+from inkling_portable.towers import Towers
 from inkling_portable.weights import load_tensors
 
 
@@ -77,6 +79,12 @@ class LLM:
     ) -> None:
         checkpoint = Checkpoint.open(model if model is not None else default_model())
         config = self.config = checkpoint.config
+        depths = config.mtp.num_layers if config.mtp and checkpoint.has_mtp else 0
+        if not 0 <= num_speculative_tokens <= depths:
+            raise ValueError(
+                f"num_speculative_tokens is {num_speculative_tokens}; expected 0 to {depths}, as many as the model has "
+                "multi-token-prediction depths"
+            )
         if block_size < 1 or max_num_seqs < 1 or max_num_batched_tokens < 1:
             raise ValueError("block_size, max_num_seqs and max_num_batched_tokens must each be at least 1")
         target = current_target() if device == "auto" else Target.parse(device)
@@ -97,8 +105,10 @@ class LLM:
         self.mtp = None
         if num_speculative_tokens:
             self.mtp = MultiTokenPrediction(config, self.ops, num_speculative_tokens, dtype=torch_dtype, device=place)
+        self.towers = Towers(config, self.ops, dtype=torch_dtype, device=place)
         self._load(checkpoint, torch_dtype, place, progress)
         self.codec = TextCodec.find(checkpoint.path)
+        self._reader = PromptReader(checkpoint.path, config, self.codec)
         pages = pages_for(
             config, max_num_seqs, max_model_len, max_num_batched_tokens, block_size, num_speculative_tokens
         )
@@ -124,17 +134,21 @@ class LLM:
                 self.model.load([(name, value)])
             elif room == "mtp" and self.mtp is not None:
                 self.mtp.load([(name, value)])
-        self.model.requires_grad_(False)
-        if self.mtp is not None:
-            self.mtp.requires_grad_(False)
+            elif room in ("visual", "audio") and isinstance(value, torch.Tensor):
+                self.towers.load([(name, value)])
+        for module in (self.model, self.mtp, self.towers):
+            if module is not None:
+                module.requires_grad_(False)
 
     def generate(
         self,
-        prompts: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]],
+        prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Complete prompts (texts, or `{"prompt_token_ids": [...]}`) in one batch; results in the order of the
-        prompts.
+        """Complete prompts in one batch; results in their order. `inkling_portable.prompts` says what a prompt may be.
+
+        A prompt of a list that cannot be served ends with `finish_reason` 'error', and `error` names the file or field
+        at fault; the others go on. A single prompt that cannot be served is a `ValueError`.
         """
         results: dict[int, RequestOutput] = {}
         for output, _ in self.stream(prompts, sampling_params):
@@ -143,32 +157,49 @@ class LLM:
 
     def stream(
         self,
-        prompts: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]],
+        prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[tuple[RequestOutput, str]]:
         """Like `generate`, yielding each request's output so far with its newest text as steps end."""
-        if isinstance(prompts, (str, Mapping)):
-            prompts = [prompts]
+        single = isinstance(prompts, (str, Mapping))
+        listed: Sequence[Prompt] = [prompts] if single else prompts  # type: ignore[list-item, assignment]
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params or SamplingParams()] * len(prompts)
-        if len(sampling_params) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts came with {len(sampling_params)} sampling parameters")
-        requests = [self._request(p) for p in prompts]
-        for (text, tokens), params in zip(requests, sampling_params, strict=True):
-            self.engine.submit(tokens, params, text)
+            sampling_params = [sampling_params or SamplingParams()] * len(listed)
+        if len(sampling_params) != len(listed):
+            raise ValueError(f"{len(listed)} prompts came with {len(sampling_params)} sampling parameters")
+        refused = []
+        for prompt, params in zip(listed, sampling_params, strict=True):
+            try:
+                self._submit(prompt, params)
+            except ValueError as error:
+                if single:
+                    raise
+                text = prompt if isinstance(prompt, str) else prompt.get("prompt")
+                refused.append(self.engine.refuse(text, str(error)))
+        yield from ((output, "") for output in refused)
         while self.engine.unfinished():
             yield from self.engine.step()
 
-    def _request(self, prompt: str | Mapping[str, Any]) -> tuple[str | None, list[int]]:
-        fields = {"prompt": prompt} if isinstance(prompt, str) else prompt
-        text: str | None = fields.get("prompt")
-        if "prompt_token_ids" in fields:
-            return text, list(fields["prompt_token_ids"])
-        if text is None:
-            raise ValueError("a prompt has neither 'prompt' nor 'prompt_token_ids'")
-        if self.codec is None:
-            raise ValueError("the checkpoint has no tokenizer.json; give prompt_token_ids instead of text")
-        return text, self.codec.encode(text)
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Reply to a conversation, or to each of a list of conversations, in the checkpoint's own chat template.
+
+        A message has a `role` and a `content`, a text or a list of parts (see `inkling_portable.prompts`). As in
+        `generate`, conversations of a list fail one by one, and a single one by a `ValueError`.
+        """
+        if not messages or isinstance(messages[0], Mapping):
+            return self.generate({"messages": messages}, sampling_params)
+        return self.generate([{"messages": each} for each in messages], sampling_params)
+
+    @torch.inference_mode()
+    def _submit(self, prompt: Prompt, params: SamplingParams) -> None:
+        request = self._reader.read(prompt)
+        self.engine.check(request.tokens, params)
+        media = [(span.start, self.towers(span.media)) for span in request.spans]
+        self.engine.submit(request.tokens, params, request.text, media, request.keys)
 
 
 def facts_of(config: InklingConfig, format: str, dtype: torch.dtype, page_size: int) -> Facts:

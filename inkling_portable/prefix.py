@@ -25,6 +25,7 @@ class Node:
     """
 
     serial: int
+    parent: Node | None
     depth: int  # pages up to its end
     pages: dict[str, int | None]
     snapshot: list[torch.Tensor] | None = None
@@ -74,11 +75,10 @@ class PrefixTree:
 
     def add_through(self, parent: Node | None, keys: Sequence[int], pages: dict[str, int]) -> Node:
         """The node behind `parent` (None: the root) on the way through `keys`. It takes what it lacks from `pages`."""
-        depth = parent.depth if parent else 0
-        key = self.key(parent.serial if parent else 0, keys, depth, self.follow)
+        key = self.key(parent.serial if parent else 0, keys, parent.depth if parent else 0, self.follow)
         node = self._through.get(key)
         if node is None:
-            node = self._held(pages) or self._new(depth + 1)
+            node = self._held(pages) or self._new(parent)
             node.through, self._through[key] = key, node
         self._hold(node, pages)
         return node
@@ -96,21 +96,21 @@ class PrefixTree:
         hidden: torch.Tensor | None,
     ) -> None:
         """Make the page behind `parent` an end, with the state there, in place of one that has lost its state."""
-        depth = parent.depth if parent else 0
-        key = self.key(parent.serial if parent else 0, keys, depth)
+        key = self.key(parent.serial if parent else 0, keys, parent.depth if parent else 0)
         if (old := self._ends.get(key)) is not None:
             old.end = old.snapshot = old.hidden = None
             self._drop_if_empty(old)
-        node = self._held(pages) or self._new(depth + 1)
+        node = self._held(pages) or self._new(parent)
         self._hold(node, pages)
         node.end, self._ends[key] = key, node
         node.snapshot, node.hidden = snapshot, hidden
 
-    def touch(self, chain: Sequence[Node]) -> None:
-        """Mark the nodes of a chain as used just now, the first one last: its loss would cost the most."""
-        for node in reversed(chain):
+    def touch(self, node: Node | None) -> None:
+        """Mark a node and those that lead to it as used just now, the first one last: its loss would cost the most."""
+        while node is not None:
             if node in self._recent:
                 self._recent.move_to_end(node)
+            node = node.parent
 
     def holds(self, kind: str, page: int) -> bool:
         return (kind, page) in self._holding
@@ -128,9 +128,9 @@ class PrefixTree:
                 return page
         return None
 
-    def _new(self, depth: int) -> Node:
+    def _new(self, parent: Node | None) -> Node:
         self._serial += 1
-        return Node(self._serial, depth, dict.fromkeys(self.kinds))
+        return Node(self._serial, parent, parent.depth + 1 if parent else 1, dict.fromkeys(self.kinds))
 
     def _held(self, pages: dict[str, int]) -> Node | None:
         """The node that holds one of a sequence's own pages already."""

@@ -52,6 +52,14 @@ class SamplingParams:
             object.__setattr__(self, "stop", (self.stop,))
         need("" not in self.stop, "stop", "strings that are not empty")
 
+    def generator(self) -> torch.Generator | None:
+        """A source of randomness for one request; None where the choice is greedy."""
+        if self.temperature == 0:
+            return None
+        generator = torch.Generator()
+        generator.manual_seed(self.seed) if self.seed is not None else generator.seed()
+        return generator
+
 
 def probabilities(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """The distribution `[V]` float64 that a row of logits `[V]` is sampled from (temperature above 0)."""

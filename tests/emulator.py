@@ -1,15 +1,31 @@
-"""Test drivers that execute the code compiled for a chip on the CPU: `INKLING_TEST_DRIVER=emulator:gfx942 pytest
-tests/kernels`.
+"""Test drivers that execute the code compiled for a chip on the CPU.
 
-They need the emulator's module `emudrv` on PYTHONPATH. It checks memory bounds and races in shared memory, and raises
-on what it does not know.
+    INKLING_TEST_DRIVER=emulator:gfx942 pytest tests/kernels
+    python -P tests/emulator.py gfx942 sm90 [-k EXPRESSION] [--modules rel_attention,norm]
+
+The second runs the core cases of the kernel tests on each chip and records in `rocm/evidence/emulated.json` what
+passed. Both need the emulator's module `emudrv` on PYTHONPATH. It checks memory bounds and races in shared memory, and
+raises on what it does not know.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+EVIDENCE = ROOT / "rocm" / "evidence" / "emulated.json"
+# bfloat16 stands for the other types, and what differs in lengths alone is left to the interpreter.
+CORE = "core and not dtype0 and not dtype2 and not a11 and not captured"
 
 
 def activate(backend: str, arch: int | str) -> None:
@@ -78,3 +94,57 @@ def gfx942() -> None:
 
 def gfx950() -> None:
     activate("hip", "gfx950")
+
+
+def record(arch: str, expression: str, modules: list[str]) -> bool:
+    """Run the kernel tests of `modules` on a chip; and add the run to the evidence. Whether they passed."""
+    import triton
+
+    sys.path.append(str(ROOT / "tests" / "compile"))
+    import harness
+
+    files = [
+        str(path) for name in modules for path in [ROOT / "tests" / "kernels" / f"test_{name}.py"] if path.exists()
+    ]
+    environment = os.environ | {"INKLING_TEST_DRIVER": f"emulator:{arch}"}
+    environment.pop("TRITON_INTERPRET", None)
+    hashes = {name: harness.sources(name) for name in modules}
+    begun = time.monotonic()
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-k", expression, *files]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, cwd=ROOT)
+    sys.stdout.write(f"{arch}: {done.stdout.strip().splitlines()[-1]}\n")
+    passed = re.search(r"(\d+) passed", done.stdout)
+    if done.returncode or passed is None:
+        sys.stdout.write(done.stdout[-3000:] + done.stderr[-3000:])
+        return False
+    known = json.loads(EVIDENCE.read_text(encoding="utf-8"))["runs"] if EVIDENCE.exists() else []
+    cases = harness.modules()
+    runs = [run for run in known if (run["target"], run["modules"]) != (arch, modules)]
+    runs.append(
+        {
+            "target": arch, "triton": triton.__version__, "modules": modules,
+            "sources": hashes,
+            "rows": sorted({case.row for name in modules for case in cases.get(name, ())}), "expression": expression,
+            "passed": int(passed[1]), "seconds": round(time.monotonic() - begun),
+        }
+    )  # fmt: skip
+    runs.sort(key=lambda run: (run["modules"], run["target"]))
+    rows = sorted({row for run in runs for row in run["rows"]})
+    text = json.dumps({"evidence": "emulated", "rows": rows, "runs": runs}, indent=1, sort_keys=True)
+    EVIDENCE.parent.mkdir(parents=True, exist_ok=True)
+    EVIDENCE.write_text(text + "\n", encoding="utf-8")
+    return True
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("targets", nargs="+", choices=("sm80", "sm90", "sm100", "sm120", "gfx90a", "gfx942", "gfx950"))
+    parser.add_argument("-k", default=CORE, help="which tests, as for pytest")
+    parser.add_argument("--modules", default="rel_attention,rel_attention_decode", help="kernel files, by commas")
+    options = parser.parse_args()
+    passed = [record(arch, options.k, options.modules.split(",")) for arch in options.targets]
+    return int(not all(passed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -80,7 +80,7 @@ def load(path: Path) -> ModuleType:
     return module
 
 
-def test_excerpts_are_held_out_code_up_to_a_function() -> None:
+def test_excerpts_are_held_out_code_up_to_a_block() -> None:
     found = list(excerpts(5))
     assert len({name for name, _ in found}) == 5
     for name, prompt in found:
@@ -88,7 +88,7 @@ def test_excerpts_are_held_out_code_up_to_a_function() -> None:
         assert "test" not in name
         text = (LIBRARY / name).read_text(encoding="utf-8")
         assert f"\n{prompt}\n" in text
-        assert re.fullmatch(r" *def \w+\(.*\):", prompt.splitlines()[-1])
+        assert re.fullmatch(r"    +(if|for|while|with) .*:", prompt.splitlines()[-1])
         assert 100 < len(prompt) <= 900
 
 

@@ -61,8 +61,9 @@ def test_only_chosen_rows_are_imported() -> None:
 
 
 def test_forced_names_come_from_the_argument_or_else_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    other = replace(ROWS[0], name="other", impl="math:sqrt")
-    rows = (*ROWS[:1], other, *ROWS[1:])
+    first = next(i for i, row in enumerate(ROWS) if row.targets == ("cpu",))
+    other = replace(ROWS[first], name="other", impl="math:sqrt")
+    rows = (*ROWS[: first + 1], other, *ROWS[first + 1 :])
     assert Ops.bind(CPU, Facts(), rows=rows).embedding.__name__ == "embedding_ref"
     assert Ops.bind(CPU, Facts(), {"embedding": "other"}, rows).embedding.__name__ == "sqrt"
     monkeypatch.setenv("INKLING_IMPL", "embedding=other")

@@ -16,8 +16,6 @@ keys is 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -26,10 +24,10 @@ import triton.language as tl
 
 from inkling_kernels.compile_case import CompileCase
 from inkling_kernels.ragged import sequence_tile_fn
+from inkling_kernels.rel_attention_plan import RelAttentionConfig, rel_attention_plan
 from inkling_kernels.rel_attention_tile import (
     FLOOR,
     FP8_KINDS,
-    Work,
     attend_fn,
     cache_operands,
     check_arguments,
@@ -43,8 +41,9 @@ from inkling_kernels.target import TARGETS, Target
 def _rel_attention_kernel(
     out_ptr, q_ptr, r_ptr, k_ptr, v_ptr, proj_ptr, table_ptr, cu_ptr, kv_lens_ptr, k_scale_ptr, v_scale_ptr,
     tokens, batch, window, extent, scale, out_strides, q_strides, r_strides, k_strides, v_strides, proj_strides,
-    table_stride, scale_stride, GROUP: tl.constexpr, D: tl.constexpr, D_REL: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FP8: tl.constexpr, WINDOW: tl.constexpr, FAR: tl.constexpr,
+    table_stride, scale_stride, GROUP: tl.constexpr, D: tl.constexpr, D_REL: tl.constexpr, PAGE: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FP8: tl.constexpr, WINDOW: tl.constexpr,
+    FAR: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(1).to(tl.int64)
     seq, q_begin, q_len, covered, t0, first = sequence_tile_fn(
@@ -144,7 +143,8 @@ def rel_attention(
     _rel_attention_kernel[plan.grid](
         out, q, r, *pages, proj, block_table, cu_seqlens, kv_lens, *scales, total, batch, window or 0, proj.shape[1],
         scale, out.stride(), q.stride(), r.stride(), k_pages.stride(), v_pages.stride(), proj.stride(),
-        block_table.stride(0), scale_stride, D_REL=proj.shape[0], PAGE=k_pages.shape[1], FP8=FP8_KINDS.get(k_pages.dtype, 0), **plan.constexprs,
+        block_table.stride(0), scale_stride, **plan.constexprs, D_REL=proj.shape[0], PAGE=k_pages.shape[1],
+        FP8=FP8_KINDS.get(k_pages.dtype, 0),
         num_warps=plan.config.num_warps, num_stages=plan.config.num_stages, enable_fp_fusion=True,
     )  # fmt: skip
     return out

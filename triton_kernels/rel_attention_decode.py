@@ -14,19 +14,16 @@ sequence.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
 from inkling_kernels.compile_case import CompileCase
+from inkling_kernels.rel_attention_plan import RelAttentionDecodeConfig, rel_attention_decode_plan
 from inkling_kernels.rel_attention_tile import (
     FLOOR,
     FP8_KINDS,
     LOG2E,
-    Work,
     attend_fn,
     cache_operands,
     check_arguments,
@@ -34,6 +31,7 @@ from inkling_kernels.rel_attention_tile import (
     r_wide_fn,
 )
 from inkling_kernels.target import Target
+
 
 @triton.jit
 def _bounds_fn(cu_ptr, kv_lens_ptr, seq, window, ROWS: tl.constexpr, WINDOW: tl.constexpr):
@@ -55,8 +53,9 @@ def _rel_attention_decode_kernel(
     out_ptr, acc_ptr, stats_ptr, q_ptr, r_ptr, k_ptr, v_ptr, proj_ptr, table_ptr, cu_ptr, kv_lens_ptr, k_scale_ptr,
     v_scale_ptr, window, extent, scale, tokens, out_strides, q_strides, r_strides, k_strides, v_strides, proj_strides,
     table_stride, scale_stride, HEADS: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, D_REL: tl.constexpr,
-    PAGE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, EXTRA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr, SPLIT_KEYS: tl.constexpr, FP8: tl.constexpr, WINDOW: tl.constexpr, FAR: tl.constexpr,
+    PAGE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, EXTRA: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, SPLIT_KEYS: tl.constexpr, FP8: tl.constexpr, WINDOW: tl.constexpr,
+    FAR: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0).to(tl.int64)
     kv_head = part // PARTS
@@ -219,7 +218,8 @@ def rel_attention_decode(
     _rel_attention_decode_kernel[plan.grid](
         out, acc, stats, q, r, *pages, proj, block_table, cu_seqlens, kv_lens, *scales, window or 0, proj.shape[1],
         scale, tokens, out.stride(), q.stride(), r.stride(), k_pages.stride(), v_pages.stride(), proj.stride(),
-        block_table.stride(0), scale_stride, **shared, HEADS=plan.heads, PARTS=plan.group // plan.heads, D_REL=proj.shape[0], PAGE=page, TOKENS=plan.tokens,
+        block_table.stride(0), scale_stride, **shared, HEADS=plan.heads, PARTS=plan.group // plan.heads,
+        D_REL=proj.shape[0], PAGE=page, TOKENS=plan.tokens,
         EXTRA=plan.extra, BLOCK_M=plan.block_m, BLOCK_N=plan.config.block_n,
         FAR=window is None or window > proj.shape[1], num_warps=plan.num_warps,
         num_stages=plan.config.num_stages, enable_fp_fusion=True,
@@ -227,7 +227,8 @@ def rel_attention_decode(
     if plan.combine_grid is not None:
         _combine_kernel[plan.combine_grid](
             out, acc, stats, cu_seqlens, kv_lens, scales[1], window or 0, tokens, out.stride(), scale_stride, **shared,
-            GROUP=plan.group, BLOCK_H=triton.next_power_of_2(plan.group), num_warps=4, num_stages=1, enable_fp_fusion=True,
+            GROUP=plan.group, BLOCK_H=triton.next_power_of_2(plan.group), num_warps=4, num_stages=1,
+            enable_fp_fusion=True,
         )  # fmt: skip
     return out
 

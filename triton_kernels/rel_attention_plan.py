@@ -86,6 +86,8 @@ DEFAULT = RelAttentionConfig()
 # More rows a tile read each key for more queries, where registers and shared memory have room; the first that fits is
 # taken.
 _MMA = (RelAttentionConfig(block_m=64, tokens=16, num_stages=2), RelAttentionConfig(block_m=64, tokens=8, num_stages=2))
+# Blackwell's compiler spills with two stages and 8 tokens a tile, and with three stages and 16.
+_TCGEN05 = (RelAttentionConfig(block_m=64, tokens=8, num_stages=3),)
 _MFMA = (RelAttentionConfig(block_m=64, tokens=16), RelAttentionConfig(block_m=64, tokens=8))
 
 
@@ -93,7 +95,9 @@ def rel_attention_config(target: Target | None, *, group: int, head_dim: int, it
     """The tile shape for a target; `DEFAULT` where it is None or nothing larger fits."""
     if target is None or target.vendor not in ("cuda", "hip") or "wmma" in target.capabilities or itemsize == 4:
         return DEFAULT
-    listed = _MFMA if "mfma" in target.capabilities else _MMA
+    listed: tuple[RelAttentionConfig, ...] = _MFMA if "mfma" in target.capabilities else _MMA
+    if "tcgen05" in target.capabilities and group > 4:
+        listed = _TCGEN05
     fits = (c for c in listed if not c.problems(target, group=group, head_dim=head_dim, itemsize=itemsize))
     return next(fits, DEFAULT)
 
@@ -152,7 +156,8 @@ class RelAttentionPlan:
             tiles=tiles * heads,
             bias_tiles=near_tiles * heads,
             tiles_least=-(-pairs // (self.tokens * size)) * heads,
-            bytes_read=heads * (tokens * self.group * (row + 16 * self.itemsize) + near_tiles * wide * size * self.itemsize
+            bytes_read=heads * (tokens * self.group * (row + 16 * self.itemsize)
+                                + near_tiles * wide * size * self.itemsize
                                 + 2 * keys * self.head_dim * self.kv_itemsize),
             bytes_written=heads * tokens * self.group * row,
             operations=heads * 2 * self.block_m * size * (2 * self.head_dim * tiles + wide * near_tiles),
@@ -308,7 +313,8 @@ def rel_attention_decode_plan(
     chosen = config or DECODE_DEFAULT
     if isinstance(max_query_len, bool) or not isinstance(max_query_len, int) or not 1 <= max_query_len <= MAX_QUERY_LEN:
         raise ValueError(
-            f"rel_attention_decode: max_query_len is {max_query_len!r}; expected 1 to {MAX_QUERY_LEN} (longer: rel_attention)"
+            f"rel_attention_decode: max_query_len is {max_query_len!r}; expected 1 to {MAX_QUERY_LEN} "
+            "(rel_attention takes more)"
         )
     if split_keys is not None and (split_keys < chosen.block_n or split_keys % chosen.block_n):
         raise ValueError(f"rel_attention_decode: split_keys is {split_keys}; expected a multiple of {chosen.block_n}")

@@ -17,7 +17,6 @@ with Triton 3.9, this is 1230 instead of 1853 instructions on sm90 (8 tokens a t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -168,8 +167,8 @@ def check_arguments(
             raise TypeError(f"{op}: {name} is {named[name].dtype} and q {q.dtype}; cast {name} to q's type")
     if v_pages.dtype != k_pages.dtype or (k_pages.dtype != q.dtype and k_pages.dtype not in FP8_KINDS):
         raise TypeError(
-            f"{op}: k_pages is {k_pages.dtype} and v_pages {v_pages.dtype}; expected both {q.dtype} like q, or both fp8 "
-            "(float8_e4m3fn, float8_e4m3fnuz, or uint8 holding e4m3fn)"
+            f"{op}: k_pages is {k_pages.dtype} and v_pages {v_pages.dtype}; expected both {q.dtype} like q, or both "
+            "fp8 (float8_e4m3fn, float8_e4m3fnuz, or uint8 holding e4m3fn)"
         )
     heads, head_dim = q.shape[1:]
     kv_heads = k_pages.shape[2]
@@ -241,7 +240,11 @@ def _check_scales(op: str, k_pages: torch.Tensor, kv_scales: tuple[torch.Tensor,
     if (kv_scales is not None) != (k_pages.dtype in FP8_KINDS):
         wanted = "(k_scale, v_scale)" if kv_scales is None else "None"
         raise ValueError(f"{op}: kv_scales is {kv_scales!r} for a {k_pages.dtype} cache; expected {wanted}")
-    for name, scale in zip(("k_scale", "v_scale"), kv_scales or (), strict=False):
+    if kv_scales is None:
+        return
+    if not isinstance(kv_scales, tuple) or len(kv_scales) != 2:
+        raise TypeError(f"{op}: kv_scales is {kv_scales!r}; expected a tuple (k_scale, v_scale)")
+    for name, scale in zip(("k_scale", "v_scale"), kv_scales, strict=True):
         if scale.dtype != torch.float32 or scale.dim() != 1 or len(scale) not in (1, k_pages.shape[2]):
             raise ValueError(
                 f"{op}: {name} is {scale.dtype} {tuple(scale.shape)}; expected float32 [1] or [{k_pages.shape[2]}]"

@@ -95,10 +95,11 @@ def _routing_kernel(
     share = share / tl.sum(share, 1)[:, None] * (tl.load(global_scale_ptr) * route_scale)
 
     kept = live & (slot < (TOP_K + SINKS if SINK_IDS else TOP_K))[None, :]
-    tl.store(ids_ptr + (token * ids_row)[:, None] + slot[None, :], ids, mask=kept)
-    tl.store(weights_ptr + (token * weights_row)[:, None] + slot[None, :], share, mask=live & (slot < TOP_K)[None, :])
+    column = slot.to(tl.int64)[None, :]
+    tl.store(ids_ptr + ((token * ids_row)[:, None] + column), ids, mask=kept)
+    tl.store(weights_ptr + ((token * weights_row)[:, None] + column), share, mask=live & (slot < TOP_K)[None, :])
     if SINKS > 0:
-        at = (token * sinks_row)[:, None] + (slot - TOP_K)[None, :]
+        at = (token * sinks_row)[:, None] + (column - TOP_K)
         tl.store(sinks_ptr + at, share, mask=live & is_sink)
 
 

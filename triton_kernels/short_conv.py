@@ -86,7 +86,7 @@ def convolved_fn(
             held = tl.load(state_ptr + at[:, None] + state_at[None, :], mask=old, other=0.0)
             tap = tl.where(old, held.to(tap.dtype), tap)
         tap = tap.to(tl.float32)
-        weight = tl.load(weight_ptr + weight_at + j * weight_tap, mask=column_live, other=0.0)
+        weight = tl.load(weight_ptr + (weight_at + j * weight_tap), mask=column_live, other=0.0)
         total = tl.fma(tap, tl.broadcast_to(weight[None, :], tap.shape), total)
     return total + tap
 

@@ -8,7 +8,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -24,6 +24,7 @@ DRAFTS = 2
 FORMATS: tuple[Literal["bf16", "nvfp4", "mxfp4"], ...] = ("bf16", "nvfp4", "mxfp4")
 # A prompt is about this many characters of a file, and begins no earlier than at this one, after licence and imports.
 PROMPT_CHARACTERS, BEGINNING = 900, 1500
+# Lines of a prompt's end and of a completion's beginning that are shown.
 SHOWN_LINES = 6
 
 
@@ -45,7 +46,7 @@ class Speed:
 
 @dataclass
 class Completed:
-    """A held-out file, where it was cut, and what each format made of it."""
+    """A held-out file, the part of it that was given, and what each format made of it."""
 
     name: str
     prompt: str
@@ -75,6 +76,8 @@ def demo(
     from inkling_portable.quantize import quantize_checkpoint
 
     chosen = [Completed(name, prompt) for name, prompt in excerpts(files)]
+    # Products of the built-in model are so small that threads would wait for each other longer than they work.
+    threads = torch.get_num_threads() if model is not None else 1
     source = default_model() if model is None else Path(model)
     with Checkpoint.open(source) as checkpoint:
         source, config = checkpoint.path, checkpoint.config
@@ -85,7 +88,7 @@ def demo(
         drafts = min(DRAFTS, config.mtp.num_layers) if config.mtp and checkpoint.has_mtp else 0
     console = Console(stderr=json)
     speeds: dict[str, Speed] = {}
-    with tempfile.TemporaryDirectory(prefix="inkling-demo-") as scratch:
+    with _threads(threads), tempfile.TemporaryDirectory(prefix="inkling-demo-") as scratch:
         for name in FORMATS:
             busy = console.status(f"{name}: completing code") if console.is_terminal else nullcontext()
             with busy:
@@ -94,13 +97,13 @@ def demo(
                     folder = Path(scratch) / name
                     quantize_checkpoint(source, folder, name, progress=False)
                 speeds[name] = _run(folder, chosen, drafts, max_tokens, name)
-    _show(console, chosen, speeds, drafts, torch.get_num_threads(), built_in=model is None)
+    _show(console, chosen, speeds, drafts, threads, built_in=model is None)
     if json:
         record = {
             "model": str(source),
             "python": sys.version.split()[0],
             "torch": torch.__version__,
-            "threads": torch.get_num_threads(),
+            "threads": threads,
             "drafts": drafts,
             "files": [asdict(each) for each in chosen],
             "formats": {name: asdict(speed) for name, speed in speeds.items()},
@@ -115,27 +118,28 @@ def demo(
 
 
 def excerpts(count: int) -> Iterator[tuple[str, str]]:
-    """`(name, prompt)` of the first `count` held-out files that have a function to complete, tests left out.
+    """`(name, prompt)` of the first `count` held-out files that have a block to complete, tests left out.
 
-    A prompt ends after the `def` line of a function. The order is that of the names' hashes: as good as drawn, and the
-    same everywhere. ValueError where this Python's library has not `count` of them, as where it comes without sources.
+    A prompt ends with a line of a function that opens a block. The order is that of the names' hashes: as good as
+    drawn, and the same everywhere. ValueError where this Python's library has not `count` of them, as where it comes
+    without sources.
     """
     from inkling_portable.heldout import sources
 
     ordered = sorted(sources(held=True), key=lambda item: hashlib.sha256(item[0].encode()).digest())
     found = 0
     for name, text in ordered:
-        header = re.compile(r"^ *def \w+\(.*\):$", re.MULTILINE).search(text, BEGINNING)
-        if "test" in name or header is None:
+        opening = re.compile(r"^ {4,}(?:if|for|while|with) .*:$", re.MULTILINE).search(text, BEGINNING)
+        if "test" in name or opening is None:
             continue
-        start = text.find("\n", max(header.end() - PROMPT_CHARACTERS, 0)) + 1
-        yield name, text[start : header.end()]
+        start = text.find("\n", max(opening.end() - PROMPT_CHARACTERS, 0)) + 1
+        yield name, text[start : opening.end()]
         found += 1
         if found == count:
             return
     raise ValueError(
         f"{count} held-out files were asked for, and the library of this Python ({sys.prefix}) has {found} with a "
-        "function to complete; ask for fewer (--files) or use a Python that comes with its sources"
+        "block to complete; ask for fewer (--files) or use a Python that comes with its sources"
     )
 
 
@@ -173,6 +177,19 @@ def _run(folder: Path, chosen: list[Completed], drafts: int, max_tokens: int, na
     return speed
 
 
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Let torch use `count` threads inside."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def _rate(outputs: list[RequestOutput]) -> float:
     """Tokens a second of decoding, prompts left out."""
     tokens = sum(len(output.outputs[0].token_ids) - 1 for output in outputs)
@@ -193,7 +210,10 @@ def _show(
         for name, completion in each.completions.items():
             by_text.setdefault(completion, []).append(name)
         for completion, names in by_text.items():
-            text.append(f"\n── {', '.join(names)} ──", style="cyan not dim").append(completion, style="bold not dim")
+            lines = completion.splitlines()
+            shown = [*lines[:SHOWN_LINES], "…"] if len(lines) > SHOWN_LINES else lines
+            text.append(f"\n── {', '.join(names)} ──", style="cyan not dim")
+            text.append("\n".join(shown), style="bold not dim")
         console.print(
             Panel(text, title=f"{each.name}{', never seen in training' if built_in else ''}", title_align="left")
         )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import fcntl
 import hashlib
 import importlib
 import json
@@ -104,8 +105,8 @@ MATRIX = re.compile(r"\b(tcgen05\.mma|wgmma\.mma_async|mma\.sync|v_mfma_scale|v_
 
 
 def narrow_addresses(ttir: str, allowed: tuple[str, ...]) -> list[str]:
-    """Lines of the IR that address data with 32 bits: an i32 offset on a pointer to anything but i32, whose root is no
-    allowed argument; or an offset widened only after a product of two run-time i32 values."""
+    """Lines of the IR that address data with 32 bits: a run-time i32 offset on a pointer to anything but i32, whose root
+    is no allowed argument; or an offset widened only after a product of two run-time i32 values."""
     lines = [line.strip() for line in ttir.splitlines()]
     made = {found[1]: line for line in lines if (found := re.match(r"(%[\w#]+)(?::\d+)? = ", line))}
 
@@ -114,14 +115,18 @@ def narrow_addresses(ttir: str, allowed: tuple[str, ...]) -> list[str]:
         found = re.match(r"%\S+ = (?:tt\.splat|tt\.broadcast|tt\.expand_dims|tt\.addptr) (%[\w#]+)", line)
         return root(found[1]) if found else name.removeprefix("%")
 
+    def constant(name: str) -> bool:
+        return " arith.constant " in made.get(name, "")
+
     bad = []
     for line in lines:
-        address = re.match(r"%\S+ = tt\.addptr (%[\w#]+), %[\w#]+ : (.*?ptr<(\w+)>>?), (\S+)", line)
-        if address and address[3] != "i32" and "i64" not in address[4] and root(address[1]) not in allowed:
+        address = re.match(r"%\S+ = tt\.addptr (%[\w#]+), (%[\w#]+) : .*?ptr<(\w+)>>?, (\S+)", line)
+        narrow = address and address[3] != "i32" and "i64" not in address[4] and not constant(address[2])
+        if address and narrow and root(address[1]) not in allowed:
             bad.append(line)
         late = re.match(r"%\S+ = arith\.extsi (%[\w#]+) : (?:tensor<[\dx]*x)?i32", line)
         product = re.match(r"%\S+ = arith\.muli (%[\w#]+), (%[\w#]+)", made.get(late[1], "")) if late else None
-        if product and not any(" arith.constant " in made.get(part, "") for part in product.groups()):
+        if product and not any(map(constant, product.groups())):
             bad.append(line)
     return [line[:160] for line in bad]
 
@@ -231,9 +236,7 @@ def main() -> int:
     }
     wanted = options.targets.split(",") if options.targets else [t.arch for t in TARGETS if t.is_gpu]
     targets = sorted((Target.parse(name) for name in wanted), key=lambda t: (t.arch not in FIRST, t.arch))
-    file = options.evidence / "compile.json"
-    known = json.loads(file.read_text())["cases"] if file.exists() else []
-    entries = {(e["module"], e["case"], e["target"], e["triton"]): e for e in known}
+    entries = merge(options.evidence, {})
     hashes = {name: sources(name) for name in cases}
     jobs = []
     for target in targets:
@@ -261,8 +264,8 @@ def main() -> int:
                 verdict = "; ".join(found["problems"]) or "as promised"
                 sys.stdout.write(f"{target.arch:8} {name}: {case.name}: {verdict} ({time.monotonic() - begun:.0f} s)\n")
                 sys.stdout.flush()
-                write(options.evidence, [entries[key] for key in sorted(entries)])
-    write(options.evidence, [entries[key] for key in sorted(entries)])
+                merge(options.evidence, {key: entries[key]})
+    entries = merge(options.evidence, {})
     failed = sum(bool(e["problems"]) for e in entries.values() if e["triton"] == triton.__version__)
     sys.stdout.write(
         f"{len(jobs)} compiled, {len(entries)} entries, {failed} with problems on Triton {triton.__version__}\n"
@@ -270,19 +273,35 @@ def main() -> int:
     return int(failed > 0)
 
 
+def merge(folder: Path, new: dict[tuple[str, ...], dict[str, Any]]) -> dict[tuple[str, ...], dict[str, Any]]:
+    """Add entries to those of the folder and return them all; several processes may do so at a time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        file = folder / "compile.json"
+        known = json.loads(file.read_text(encoding="utf-8"))["cases"] if file.exists() else []
+        entries = {(e["module"], e["case"], e["target"], e["triton"]): e for e in known} | new
+        if new:
+            write(folder, [entries[key] for key in sorted(entries)])
+        return entries
+    finally:
+        os.close(lock)
+
+
 def write(folder: Path, entries: list[dict[str, Any]]) -> None:
     """`compile.json` for machines and `compile.md` for people."""
-    folder.mkdir(parents=True, exist_ok=True)
     good = sorted({e["row"] for e in entries} - {e["row"] for e in entries if e["problems"]})
     evidence = {"evidence": "compiled", "rows": good, "cases": entries}
     (folder / "compile.json").write_text(json.dumps(evidence, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     lines = [
         "# Compiled without a device",
         "",
-        "Written by `make compile-all` from `compile.json`. Registers are those of a thread; spilled bytes are a thread's stack",
-        "(NVIDIA) or scratch (AMD); shared memory is a block's, beside the chip's limit. Nothing in this table was executed.",
+        "Written by `make compile-all` from `compile.json`. Registers are those of a thread; spilled bytes are its",
+        "stack (NVIDIA) or scratch (AMD); shared memory is a block's, beside the chip's limit. Nothing here was",
+        "executed.",
         "",
-        "| kernel file: case | target | Triton | kernel | registers | spilled | shared memory | warps | matrix instructions | problems |",
+        "| case | target | Triton | kernel | registers | spilled | shared | warps | matrix instructions | problems |",
         "|-|-|-|-|-|-|-|-|-|-|",
     ]
     for e in entries:
@@ -291,8 +310,8 @@ def write(folder: Path, entries: list[dict[str, Any]]) -> None:
         for k in e["kernels"]:
             used = ", ".join(f"{count} {name}" for name, count in sorted(k["instructions"].items())) or "none"
             lines.append(
-                f"{head}| `{k['kernel']}` | {k['registers']} | {k['spill_bytes']} | {k['shared_bytes']} of {e['shared_limit']} "
-                f"| {k['num_warps']} | {used} | {trouble} |"
+                f"{head}| `{k['kernel']}` | {k['registers']} | {k['spill_bytes']} "
+                f"| {k['shared_bytes']} of {e['shared_limit']} | {k['num_warps']} | {used} | {trouble} |"
             )
         if not e["kernels"]:
             lines.append(f"{head}| | | | | | | {trouble} |")

@@ -67,14 +67,14 @@ def values_as_v(values: np.ndarray, dtype: torch.dtype = torch.float32) -> torch
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_core_every_boundary_between_codes(kernel_device: torch.device, kind: torch.dtype) -> None:
-    """Codes, midpoints and their float32 neighbours, of either sign; far too small and far too large numbers; NaN."""
+    """Codes, midpoints and their float32 neighbours, of either sign; what is far too small or too large; NaN."""
     codes = table(kind)
     marks = np.concatenate([codes, (codes[1:] + codes[:-1]) / 2, [codes[-1] * 1.03, codes[-1] * 1.07]]).astype(
         np.float32
     )
     marks = np.concatenate([marks, np.nextafter(marks, np.float32(1e9)), np.nextafter(marks, np.float32(-1e9))])
     marks = np.concatenate([marks, [1e-45, 1e-30, 1e30, np.nan], np.ones(-(len(marks) + 4) % 8)])
-    x = np.concatenate([marks, -marks]).astype(np.float32)
+    x = np.concatenate([marks, -marks]).astype(np.float32) + np.float32(0)  # the convolution has no -0
     pages = torch.zeros(len(x) // D, 1, 1, D, dtype=torch.uint8).view(kind)
     _, _, _, v = prepare(values_as_v(x), pages, [1.0], kernel_device)
     np.testing.assert_array_equal(v.view(torch.uint8).numpy().ravel(), encoded(x, kind))

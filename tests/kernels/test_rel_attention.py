@@ -9,17 +9,15 @@ import dataclasses
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from attention_oracle import Exact, exact_attention, signal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inkling_kernels.rel_attention import (
-    DEFAULT,
-    RelAttentionConfig,
-    rel_attention,
-    rel_attention_config,
-    rel_attention_plan,
-)
+from inkling_kernels.rel_attention import rel_attention
+from inkling_kernels.rel_attention_plan import DEFAULT, RelAttentionConfig, rel_attention_config, rel_attention_plan
+from inkling_kernels.rel_attention_tile import _widen_fn
 from inkling_kernels.target import TARGETS, Target
 from inkling_kernels.testing import BOGUS_PAGE, PagedBatch, paged_batch
 
@@ -80,8 +78,8 @@ LENGTHS = st.one_of(
 def test_any_ragged_batch(kernel_device: torch.device, lengths, window, extent, group, page, dtype, seed) -> None:
     check(
         paged_batch(
-            lengths, heads=group, kv_heads=1, page=page, extent=extent, window=window, dtype=dtype, device=kernel_device,
-            seed=seed, head_major=bool(seed % 2),
+            lengths, heads=group, kv_heads=1, page=page, extent=extent, window=window, dtype=dtype,
+            device=kernel_device, seed=seed, head_major=bool(seed % 2),
         )
     )  # fmt: skip
 
@@ -271,12 +269,14 @@ BAD = {
     "v_pages": [(lambda x: x[..., :16], ValueError, "v_pages"), (lambda x: x.half(), TypeError, "v_pages")],
     "proj": [(lambda x: x[:8], ValueError, "d_rel|as q and proj say"), (lambda x: x[:, :0], ValueError, "extent")],
     "block_table": [(int64, TypeError, "int32"), (lambda x: x[:1], ValueError, "1 rows of block_table"),
-                    (lambda x: x[:, :0], ValueError, "room for 0 to 0"), (lambda x: x.repeat(1, 2)[:, ::2], ValueError, "stride 2")],
+                    (lambda x: x[:, :0], ValueError, "room for 0 to 0"),
+                    (lambda x: x.repeat(1, 2)[:, ::2], ValueError, "stride 2")],
     "cu_seqlens": [(int64, TypeError, "int32"), (lambda x: x[:2], ValueError, "2 cu_seqlens"),
                    (lambda x: x - 1, ValueError, "rise from 0"), (lambda x: x.flip(0), ValueError, "rise from 0"),
                    (lambda x: x + torch.tensor([0, 3, 0], dtype=torch.int32), ValueError, "rise from 0"),
                    (lambda x: x + torch.tensor([0, 0, 1], dtype=torch.int32), ValueError, "at most 4")],
-    "kv_lens": [(int64, TypeError, "int32"), (lambda x: -x, ValueError, "negative"), (lambda x: x + 2**30, ValueError, "too long"),
+    "kv_lens": [(int64, TypeError, "int32"), (lambda x: -x, ValueError, "negative"),
+                (lambda x: x + 2**30, ValueError, "too long"),
                 (lambda x: x.tolist(), TypeError, "torch.Tensor"), (lambda x: x[None], ValueError, "1 dimensions")],
 }  # fmt: skip
 
@@ -328,3 +328,17 @@ def test_core_fp8_cache_is_scaled_in_registers(kernel_device: torch.device, kind
         batch.k_pages, batch.v_pages = batch.k_pages.view(torch.uint8), batch.v_pages.view(torch.uint8)
     out = rel_attention(*batch.args, **batch.options, kv_scales=scales)
     assert signal(out, Exact(2 * exact.out, 2 * exact.magnitude)) <= 1
+
+
+@triton.jit
+def _widen_kernel(codes_ptr, out_ptr, KIND: tl.constexpr):
+    at = tl.arange(0, 256)
+    tl.store(out_ptr + at, _widen_fn(tl.load(codes_ptr + at), KIND, tl.bfloat16))
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [(1, torch.float8_e4m3fn), (2, torch.float8_e4m3fnuz)])
+def test_core_every_fp8_code(kernel_device: torch.device, kind: int, dtype: torch.dtype) -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    out = torch.full((256,), 7.0, dtype=torch.bfloat16, device=kernel_device)
+    _widen_kernel[(1,)](codes.to(kernel_device), out, KIND=kind)
+    torch.testing.assert_close(out.cpu(), codes.view(dtype).to(torch.bfloat16), rtol=0, atol=0, equal_nan=True)

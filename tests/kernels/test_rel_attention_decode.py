@@ -11,12 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inkling_kernels.rel_attention import rel_attention
-from inkling_kernels.rel_attention_decode import (
-    DEFAULT,
-    RelAttentionDecodeConfig,
-    rel_attention_decode,
-    rel_attention_decode_plan,
-)
+from inkling_kernels.rel_attention_decode import rel_attention_decode
+from inkling_kernels.rel_attention_plan import DECODE_DEFAULT, RelAttentionDecodeConfig, rel_attention_decode_plan
 from inkling_kernels.target import TARGETS, Target
 from inkling_kernels.testing import PagedBatch, paged_batch
 
@@ -45,7 +41,7 @@ def test_core_split_and_unsplit(kernel_device: torch.device, dtype: torch.dtype,
     batch = paged_batch(lengths, heads=8, kv_heads=2, window=window, dtype=dtype, device=kernel_device, seed=rows)
     check(batch)
     check(batch, split_keys=64)
-    check(batch, config=DEFAULT)
+    check(batch, config=DECODE_DEFAULT)
 
 
 @pytest.mark.parametrize("group", [1, 2, 4, 8, 15, 16])
@@ -125,7 +121,7 @@ def test_a6_core_padded_rows_are_zero_and_change_nothing(kernel_device: torch.de
 @pytest.mark.parametrize("split_keys", [None, 32])
 def test_a6_core_padding_behind_the_last_sequence_is_zero(kernel_device: torch.device, split_keys: int | None) -> None:
     batch = paged_batch([(1, 70), (4, 40)], heads=4, kv_heads=1, device=kernel_device, seed=6)
-    config = SPLIT if split_keys else DEFAULT
+    config = SPLIT if split_keys else DECODE_DEFAULT
     expected = check(batch, split_keys=split_keys, config=config)
     batch.cu_seqlens = torch.tensor([0, 1, 2], dtype=torch.int32, device=kernel_device)
     batch.kv_lens[1] = 37
@@ -182,7 +178,7 @@ def test_a12_the_seams_of_bias_and_window(kernel_device: torch.device, window: i
         batch = paged_batch(
             [(rows, kv_len)], heads=4, kv_heads=1, window=window, extent=extent, device=kernel_device, seed=kv_len
         )
-        check(batch, config=DEFAULT)
+        check(batch, config=DECODE_DEFAULT)
 
 
 @pytest.mark.parametrize("target", [target for target in TARGETS if target.vendor != "cpu"], ids=str)
@@ -194,20 +190,20 @@ def test_the_plan_fills_the_chip_and_bounds_sliding_layers(target: Target) -> No
 
     long = plan(1, 65_536)
     assert long.num_splits * 8 >= min(2 * target.compute_units, 128 * 8)
-    assert long.work([1], [65_536]).tiles == 8 * 65_536 // DEFAULT.block_n
+    assert long.work([1], [65_536]).tiles == 8 * 65_536 // DECODE_DEFAULT.block_n
     assert plan(64, 8192).num_splits <= -(-2 * target.compute_units // 512)
     assert plan(1, 200).num_splits == 1
     sliding = plan(1, 1 << 20, window=512, rows=9)
     work = sliding.work([9], [1 << 20])
     assert sliding.num_splits <= 3
-    assert work.tiles * DEFAULT.block_n <= 8 * (512 + 8 + 2 * DEFAULT.block_n)
+    assert work.tiles * DECODE_DEFAULT.block_n <= 8 * (512 + 8 + 2 * DECODE_DEFAULT.block_n)
     assert sliding.workspace_bytes(9) == 4 * sliding.num_splits * 9 * 64 * 130 * (sliding.num_splits > 1)
     for rows in range(1, 10):
         verify = plan(8, 8192, rows=rows)
         assert verify.tokens + verify.extra >= rows
         assert verify.block_m <= 128
         for group in (1, 4, 8, 16):
-            assert DEFAULT.problems(target, group=group, head_dim=128, rows=rows) == ()
+            assert DECODE_DEFAULT.problems(target, group=group, head_dim=128, rows=rows) == ()
 
 
 def fp8(batch: PagedBatch, scale: float) -> tuple[PagedBatch, Exact]:
@@ -248,5 +244,5 @@ def test_bad_arguments_name_this_operation() -> None:
             )
         )
     batch.kv_lens = batch.kv_lens.long()
-    with pytest.raises(TypeError, match="rel_attention_decode: kv_lens is torch.int64"):
+    with pytest.raises(TypeError, match=r"rel_attention_decode: kv_lens is torch\.int64"):
         run(batch)

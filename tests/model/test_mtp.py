@@ -7,7 +7,6 @@ the embedding before the backbone's norm; with weights of one that is the same u
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 import torch
 import transformers
 from dense_model import Watched, run, watch
-from transformers import InklingForCausalLM, InklingForConditionalGeneration
+from transformers import InklingForConditionalGeneration
 from transformers.cache_utils import DynamicCache, MtpCache
 from transformers.modeling_layers import MtpModel
 from tuned_model import build_tuned, tuned_config, tuned_tensors, write_tuned
@@ -33,17 +32,13 @@ def given(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
     return [torch.randint(0, 116, (n,), generator=generator).tolist() for n in lengths]
 
 
-def text_config(config: InklingConfig) -> dict[str, Any]:
-    """The file that Transformers writes for the text model alone, in its own spelling."""
-    own = config.to_dict()["text_config"]
-    moved = {"conv_kernel_size": own.pop("sconv_kernel_size"), "moe_intermediate_size": own.pop("intermediate_size")}
-    moved |= {"intermediate_size": own.pop("dense_intermediate_size"), "architectures": ["InklingForCausalLM"]}
-    layers = range(config.num_hidden_layers)
-    moved["mlp_layer_types"] = ["dense" if i in config.dense_layer_ids else "sparse" for i in layers]
-    moved["layer_types"] = ["hybrid_sliding" if i in config.local_layer_ids else "hybrid" for i in layers]
+def rewritten(config: InklingConfig) -> dict[str, Any]:
+    """The configuration as Transformers writes it, in its own spelling: depths are described in the text section."""
+    found = transformers.InklingConfig(**config.to_dict()).to_dict()
     assert config.mtp is not None
-    moved |= {"num_mtp_layers": config.mtp.num_layers, "mtp_local_layer_ids": list(config.mtp.local_layer_ids)}
-    return own | moved | {"chain_hidden_post_norm": config.mtp.chain_hidden_post_norm}
+    assert found["text_config"]["num_mtp_layers"] == config.mtp.num_layers
+    del found["mtp_config"]
+    return found
 
 
 class Oracle:
@@ -51,9 +46,7 @@ class Oracle:
 
     def __init__(self, folder: Path) -> None:
         transformers.logging.set_verbosity_error()
-        text_only = json.loads((folder / "config.json").read_text())["model_type"] == "inkling_text"
-        kind = InklingForCausalLM if text_only else InklingForConditionalGeneration
-        self.model = kind.from_pretrained(folder, dtype=torch.float32).eval()
+        self.model = InklingForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
         self.model.generation_config.eos_token_id = None
 
     def generate(self, prompt: list[int], **options: Any) -> list[int]:
@@ -127,11 +120,11 @@ def test_text_and_drafts_equal_transformers(checkpoint, oracle, plain, drafts):
     [("original", (), False), ("transformers", (0, 1, 2), True), ("transformers", (1,), False)],
 )
 def test_spellings_and_kinds_of_depths(tmp_path, spelling, local, chain):
-    towers = {} if spelling == "original" else {"vision": None, "audio": None}
-    config = tuned_config(3, local, chain, **LAYERS, **towers)
+    config = tuned_config(3, local, chain, **LAYERS)
     tensors = tuned_tensors(config, noise=0.7, seed=3)
-    extra = {"spelling": spelling, "config_dict": text_config(config)} if spelling != "original" else {}
-    write_tuned(tmp_path / "model", config, tensors, **extra)
+    write_tuned(
+        tmp_path / "model", config, tensors, config_dict=rewritten(config) if spelling == "transformers" else None
+    )
     oracle, watched = Oracle(tmp_path / "model"), ours(config, tensors, 3)
     found = run(watched, given(LENGTHS[:3]), NEW)
     for index, prompt in enumerate(given(LENGTHS[:3])):

@@ -1,0 +1,126 @@
+"""Tile shapes of the grouped expert products, their limits, and the plan of a launch; no tensors and no device.
+
+A tile is `block_m` of one expert's (token, choice) pairs by `block_n` of its weight rows. Few pairs an expert (decode,
+short prompts): the weights are read once and the time is theirs, so tiles hold no more pairs than a matrix unit needs.
+Many pairs: larger tiles, and tiles of an expert that follow one another share its rows in cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from inkling_kernels.target import Target
+
+
+@dataclass(frozen=True, slots=True)
+class MoeConfig:
+    """`block_m` pairs, `block_n` weight rows (gate and up rows: half of each) and, for 16-bit activations, `block_k`
+    columns at a time; `group_m` tiles of pairs are taken before the next weight rows. The defaults fit every chip."""
+
+    block_m: int = 16
+    block_n: int = 128
+    block_k: int = 64
+    group_m: int = 8
+    num_warps: int = 4
+    num_stages: int = 2
+
+    def columns(self, itemsize: int) -> int:
+        """Columns at a time: half as many where an activation has 32 bits, 32 (an MXFP4 block) at least."""
+        return max(32, self.block_k * 2 // max(itemsize, 2))
+
+    def shared_bytes(self, format: str, itemsize: int) -> int:
+        """Shared memory that a program needs at most: each stage's tiles, for codes also the unpacked tile, and what
+        the results pass through on their way to memory."""
+        block_k = self.columns(itemsize)
+        weights, tokens = self.block_n * block_k * itemsize, self.block_m * block_k * itemsize
+        packed = weights if format == "bf16" else self.block_n * block_k * 9 // 16
+        unpacked = 0 if format == "bf16" else weights
+        return max(self.num_stages * (packed + tokens) + unpacked, self.block_m * self.block_n * 4) + 1024
+
+    def problems(self, target: Target, *, format: str = "bf16", itemsize: int = 2) -> tuple[str, ...]:
+        """Why this configuration cannot run there; empty where it can."""
+        found = [
+            f"{name} is {value}; expected a power of two from {low} to {high}"
+            for name, value, low, high in (
+                ("block_m", self.block_m, 16, 256),
+                ("block_n", self.block_n, 32, 256),
+                ("block_k", self.block_k, 32, 256),
+                ("group_m", self.group_m, 1, 64),
+                ("num_warps", self.num_warps, 1, 8),
+            )
+            if not low <= value <= high or value & (value - 1)
+        ]
+        if self.num_stages not in (1, 2, 3, 4, 5):
+            found.append(f"num_stages is {self.num_stages}; expected 1 to 5")
+        if not found and (need := self.shared_bytes(format, itemsize)) > target.shared_memory_bytes:
+            found.append(f"needs {need} bytes of shared memory; {target} has {target.shared_memory_bytes}")
+        return tuple(found)
+
+
+SMALL_BATCH = MoeConfig()
+LARGE_BATCH = MoeConfig(block_m=64)
+# From so many pairs an expert on, on average, a tile of the large batch is mostly full.
+LARGE_FROM = 32
+
+
+def moe_config(pairs: int, experts: int) -> MoeConfig:
+    """The tile shape for `pairs` (token, choice) pairs over `experts` experts held; every target takes the same."""
+    return LARGE_BATCH if pairs >= LARGE_FROM * experts else SMALL_BATCH
+
+
+@dataclass(frozen=True, slots=True)
+class MoePlan:
+    """The launches of `moe_experts`, known from shapes alone: at most `tiles` tiles of pairs, the surplus ones return
+    at once; programs of the two products; the sum's tile and grid; bytes of intermediate results."""
+
+    config: MoeConfig
+    tiles: int
+    block_k: int
+    up_block_n: int
+    up_grid: tuple[int]
+    down_block_n: int
+    down_grid: tuple[int]
+    sum_block: tuple[int, int]
+    sum_grid: tuple[int, int]
+    workspace_bytes: int
+
+
+def moe_experts_plan(
+    tokens: int,
+    top_k: int,
+    experts: int,
+    hidden: int,
+    width: int,
+    *,
+    format: str = "bf16",
+    dtype: torch.dtype = torch.bfloat16,
+    target: Target | None = None,
+    config: MoeConfig | None = None,
+) -> MoePlan:
+    """Plan `moe_experts` for `tokens` tokens of `top_k` choices each over `experts` experts of `width` held here; pure.
+
+    Raises ValueError for a configuration that `target` cannot run.
+    """
+    pairs = tokens * top_k
+    chosen = config or moe_config(pairs, experts)
+    if target is not None and (problems := chosen.problems(target, format=format, itemsize=dtype.itemsize)):
+        raise ValueError(f"moe_experts: config cannot be used: {'; '.join(problems)}")
+    # Every tile but an expert's last is full, and no tile is empty.
+    tiles = min(pairs, pairs // chosen.block_m + experts)
+    sum_columns = min(1024, max(16, triton.next_power_of_2(hidden)))
+    sum_rows = max(1, 2048 // sum_columns) if tokens < 64 else max(1, 8192 // sum_columns)
+    return MoePlan(
+        config=chosen,
+        tiles=tiles,
+        block_k=chosen.columns(dtype.itemsize),
+        up_block_n=chosen.block_n // 2,
+        up_grid=(tiles * triton.cdiv(width, chosen.block_n // 2),),
+        down_block_n=chosen.block_n,
+        down_grid=(tiles * triton.cdiv(hidden, chosen.block_n),),
+        sum_block=(sum_rows, sum_columns),
+        sum_grid=(triton.cdiv(tokens, sum_rows), triton.cdiv(hidden, sum_columns)),
+        workspace_bytes=pairs * (hidden + width) * dtype.itemsize + 4 * (pairs + experts + 1 + 2 * tiles),
+    )
