@@ -2,6 +2,7 @@
 # make test    the full tests
 # make check   style, types and the fast tests, under 3 minutes
 # make format  repair the style
+# make compile-all  build every kernel for every chip with the Triton of the environment, and record what came out
 # make readme  bring the table of devices in README.md up to date
 # make wheel   build the wheel into dist/
 # make clean   remove what these targets made
@@ -22,7 +23,7 @@ ENVIRONMENT := $(PYTHON) .ci/environment.py $(VENV) --torch '$(TORCH)'
 LONG_TESTS := tests/model tests/compile tests/vllm
 
 .NOTPARALLEL:
-.PHONY: help demo test check lint types format readme wheel clean
+.PHONY: help demo test check compile-all lint types format readme wheel clean
 .DELETE_ON_ERROR:
 
 help:
@@ -45,6 +46,9 @@ test: $(VENV)/test.stamp
 
 check: lint types
 	$(RUN) -m pytest -m "not gpu and not slow" $(addprefix --ignore=,$(LONG_TESTS)) $(PYTEST_ARGS)
+
+compile-all: $(VENV)/test.stamp
+	$(RUN) tests/compile/harness.py --jobs 2
 
 lint: $(VENV)/test.stamp
 	$(RUN) -m ruff check .

@@ -14,6 +14,7 @@ entries are recomputed. Those entries depend on tokens behind the prefix, so the
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -96,12 +97,13 @@ class _PagePool:
     """Pages of one kind: free ones, and how many sequences hold each of the others."""
 
     size: int
-    free: list[int] = field(init=False)
+    free: deque[int] = field(init=False)
     holders: list[int] = field(init=False)
     promised: int = 0
 
     def __post_init__(self) -> None:
-        self.free = list(range(self.size - 1, -1, -1))
+        # Taken in the order they were given back, so that the pages of a sequence tend to be neighbours.
+        self.free = deque(range(self.size))
         self.holders = [0] * self.size
 
 
@@ -135,7 +137,7 @@ class Cache:
         self.draft_rows, self.mtp_layers, self.prefix_caching = draft_rows, mtp_layers, prefix_caching
         # Room for the drafts twice: once so that rejecting them needs no roll-back, once so that the rows before a page
         # boundary which accepted drafts have just crossed can still be kept for reuse.
-        self.ring = config.conv_kernel_size - 1 + 2 * draft_rows
+        self.ring = max(config.conv_kernel_size - 1 + 2 * draft_rows, 1)
         self.pools = {kind: _PagePool(count) for kind, count in num_pages.items()}
         self._free_slots = list(range(max_seqs - 1, -1, -1))
         self._prefixes = PrefixTree(page_size, mtp_layers, tuple(num_pages))
@@ -273,7 +275,7 @@ class Cache:
                     f"no {kind} page is left for a sequence that was admitted; admission must ask fits()"
                 )
             pool.free.append(page)
-        page = pool.free.pop()
+        page = pool.free.popleft()
         pool.holders[page] = 1
         return page
 

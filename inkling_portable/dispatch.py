@@ -122,6 +122,30 @@ def to_float32(facts: Facts) -> str | None:
     return "computes in float32 at most, not in float64" if facts.dtype == "float64" else None
 
 
+def groupable(facts: Facts) -> str | None:
+    """The grouped products compute in float32 at most, hold up to 1024 experts, and unpack codes in words and MXFP4
+    blocks, so packed widths are multiples of 32; codes times their scales leave float16's range."""
+    if facts.num_experts > 1024:
+        return f"sorts tokens by at most 1024 experts, not {facts.num_experts}"
+    if facts.format != "bf16" and facts.dtype == "float16":
+        return "unpacks codes to bfloat16 or float32, not to float16"
+    widths = (facts.hidden_size, facts.expert_width)
+    if facts.format != "bf16" and any(width % 32 for width in widths):
+        return f"takes packed widths that are multiples of 32, not {widths[0]} by {widths[1]}"
+    return to_float32(facts)
+
+
+def rel_shapes(facts: Facts) -> str | None:
+    """The tiles of the attention kernels are powers of two, and their bias products have the 16 columns of d_rel."""
+    if facts.d_rel != 16:
+        return f"is for d_rel 16, not {facts.d_rel}"
+    if facts.head_dim not in (32, 64, 128):
+        return f"is for head_dim 32, 64 and 128, not {facts.head_dim}"
+    if facts.page_size not in (16, 32, 64, 128, 256):
+        return f"is for pages of 16, 32, 64, 128 and 256 tokens, not {facts.page_size}"
+    return to_float32(facts)
+
+
 # fmt: off
 ROWS: Final[tuple[Row, ...]] = (
     #   op               targets    needs when        implementation                                        name
@@ -138,6 +162,8 @@ ROWS: Final[tuple[Row, ...]] = (
         "convolution, norms, tau and cache write (fp8 too) in one launch; only q and r leave it", "none"),
     Row("qkvr_prep",     ("cpu",),  (),   None,       "inkling_kernels.kv_cache:qkvr_prep_ref",             "torch",
         "convolution, norms, tau and cache write in turn, in torch", "ran cpu"),
+    Row("rel_attention", ("gpu",),  (),   rel_shapes, "inkling_kernels.rel_attention:rel_attention",        "triton",
+        "no tensor of relative logits: the bias comes out of the matrix unit in place, a tile at a time", "emulated"),
     Row("rel_attention", ("cpu",),  (),   None,       "inkling_kernels.rel_attention:rel_attention_ref",    "torch",
         "tiles of query rows over the keys that they may see, in torch matrix products", "ran cpu"),
     Row("short_conv",    ("gpu",),  (),   to_float32, "inkling_kernels.short_conv:short_conv",              "triton",
@@ -148,6 +174,8 @@ ROWS: Final[tuple[Row, ...]] = (
         "float32; the maximum taken k times over keys that hold score and index", "none"),
     Row("routing",       ("cpu",),  (),   None,       "inkling_kernels.routing:routing_ref",                "torch",
         "float32 in torch; a stable sort, so that the lowest index wins a tie", "ran cpu"),
+    Row("moe_experts",   ("gpu",),  (),   groupable,  "inkling_kernels.moe_gemm:moe_experts",               "triton",
+        "grouped products on sorted tokens; fp4 is unpacked in registers; summed without atomics", "none"),
     Row("moe_experts",   ("cpu",),  (),   None,       "inkling_kernels.moe_gemm:moe_experts_ref",           "torch",
         "one matrix product an expert that has tokens; fp4 is dequantised an expert at a time", "ran cpu"),
     Row("silu_mul",      ("gpu",),  (),   to_float32, "inkling_kernels.activation:silu_mul",                "triton",

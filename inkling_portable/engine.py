@@ -12,74 +12,17 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from numbers import Integral
 
 import torch
 
-from inkling_portable.cache import Cache, SequenceState
+from inkling_portable.cache import Cache
 from inkling_portable.model import Inkling
 from inkling_portable.mtp import MultiTokenPrediction
+from inkling_portable.request import CompletionOutput, Request, RequestOutput
 from inkling_portable.sampling import SamplingParams, verify
 from inkling_portable.text import Detokenizer, TextCodec
-
-
-@dataclass
-class CompletionOutput:
-    """What was generated for a request. `finish_reason` is 'stop', 'length' or 'error' (then `error` says what
-    happened).
-    """
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[dict[int, float]] | None = None
-    finish_reason: str | None = None
-    error: str | None = None
-
-
-@dataclass
-class RequestOutput:
-    """A request and its completion. `timings` are seconds: `queued`, `first_token` (both from submission) and
-    `total`, with `tokens_per_second` of decoding. With speculative decoding there are also `steps`, those that
-    verified drafts; `accepted`, in how many of them the draft of each position was; and `mean_accepted_length`, the
-    tokens that such a step yields: `(sum(accepted) + steps) / steps`.
-    """
-
-    request_id: int
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    timings: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(eq=False)
-class _Request:
-    index: int
-    prompt: str | None
-    tokens: list[int]  # the prompt's, then the generated ones
-    keys: list[int]  # the same, but naming the content of media where tokens are placeholders: what prefixes go by
-    media: Sequence[tuple[int, torch.Tensor]]  # (position, rows [n, H]) that replace placeholders' embeddings
-    params: SamplingParams
-    limit: int  # tokens in all
-    generator: torch.Generator | None
-    text: Detokenizer | None
-    submitted: float
-    prompt_length: int = 0
-    seq: SequenceState | None = None
-    drafts: list[int] = field(default_factory=list)
-    output: CompletionOutput = field(default_factory=CompletionOutput)
-    timings: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.prompt_length = len(self.tokens)
-
-    @property
-    def state(self) -> SequenceState:
-        """The caches of a running request."""
-        if self.seq is None:
-            raise RuntimeError(f"request {self.index} is not running")
-        return self.seq
 
 
 class Engine:
@@ -114,8 +57,8 @@ class Engine:
             prefix_caching=enable_prefix_caching,
         )
         self.device = torch.device(device)
-        self._waiting: deque[_Request] = deque()
-        self._running: list[_Request] = []
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
         self._count = 0
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -137,7 +80,7 @@ class Engine:
         limit = self.check(tokens, params)
         text, names = Detokenizer(self.codec) if self.codec else None, list(tokens if keys is None else keys)
         rest = params, limit, params.generator(), text, time.perf_counter()
-        request = _Request(self._count, prompt, list(tokens), names, media, *rest)
+        request = Request(self._count, prompt, list(tokens), names, media, *rest)
         if params.logprobs is not None:
             request.output.logprobs = []
         self._count += 1
@@ -153,8 +96,14 @@ class Engine:
         """How many tokens a request may come to. Raises `ValueError` for tokens or lengths that cannot be served."""
         if not tokens:
             raise ValueError("the prompt is empty; give at least one token")
+        if params.stop and self.codec is None:
+            raise ValueError(
+                f"stop is {params.stop}; without a tokenizer there is no text, give stop_token_ids instead"
+            )
         vocabulary = self.config.unpadded_vocab_size
         for token in tokens:
+            if not isinstance(token, Integral):
+                raise ValueError(f"token id {token!r} is not an integer; the vocabulary is 0..{vocabulary - 1}")
             if not 0 <= token < vocabulary:
                 raise ValueError(f"token id {token} is out of range; the vocabulary is 0..{vocabulary - 1}")
         if len(tokens) >= self.max_model_len:
@@ -171,6 +120,12 @@ class Engine:
                 "ask for fewer tokens or give it more memory"
             )
         return limit
+
+    def abort(self, requests: Collection[int]) -> None:
+        """Drop the requests with these ids that have not ended; what they hold goes back."""
+        self._waiting = deque(request for request in self._waiting if request.index not in requests)
+        for request in [request for request in self._running if request.index in requests]:
+            self._close(request)
 
     def _index(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
@@ -216,7 +171,7 @@ class Engine:
             request.timings["reused_tokens"] = request.seq.length
             self._running.append(request)
 
-    def _plan(self) -> list[tuple[_Request, int]]:
+    def _plan(self) -> list[tuple[Request, int]]:
         """Which sequences take how many rows; decoding ones first, equal row counts side by side."""
         decoding = [r for r in self._running if len(r.tokens) - r.state.length == 1]
         plan = [(r, 1 + len(r.drafts)) for r in decoding]
@@ -225,22 +180,24 @@ class Engine:
             left = len(request.tokens) - request.state.length
             if left > 1 and budget > 0:
                 n = min(left, budget)
-                n = self._end_at_page(request.state.length, n)
+                n = self._end_at_page(request.state.length, n, left)
                 plan.append((request, n))
                 budget -= n
         return sorted(plan, key=lambda item: item[1])
 
-    def _end_at_page(self, start: int, rows: int) -> int:
+    def _end_at_page(self, start: int, rows: int, left: int) -> int:
         """Shorten a piece of a prompt so that it ends where its state can be kept for reuse: at the last page
         boundary.
         """
         if not self.cache.prefix_caching:
             return rows
-        boundary = (start + rows) // self.cache.page_size * self.cache.page_size
+        # The same prompt again must leave its last token to compute, so its very end is no boundary to reuse.
+        end = start + rows - (rows == left)
+        boundary = end // self.cache.page_size * self.cache.page_size
         kept = self.cache.ring - (self.config.conv_kernel_size - 1) - self.drafts
         return boundary - start if start < boundary and start + rows - boundary > kept else rows
 
-    def _embed(self, ids: list[int], spans: list[tuple[_Request, int, int]]) -> torch.Tensor:
+    def _embed(self, ids: list[int], spans: list[tuple[Request, int, int]]) -> torch.Tensor:
         """Embedding rows of `ids`; each span is `(request, position of its first row, rows)`. Media replace
         placeholders.
         """
@@ -253,7 +210,7 @@ class Engine:
             row += n
         return h
 
-    def _yielding(self, plan: list[tuple[_Request, int]]) -> list[tuple[_Request, range]]:
+    def _yielding(self, plan: list[tuple[Request, int]]) -> list[tuple[Request, range]]:
         """The rows whose logits are needed: all of a decoding sequence, the last of a finished prompt."""
         found, row = [], 0
         for request, n in plan:
@@ -267,29 +224,28 @@ class Engine:
 
     def _commit(
         self,
-        plan: list[tuple[_Request, int]],
+        plan: list[tuple[Request, int]],
         hidden: torch.Tensor,
-        yielding: list[tuple[_Request, range]],
+        yielding: list[tuple[Request, range]],
         logits: torch.Tensor,
     ) -> list[tuple[RequestOutput, str]]:
         finite = torch.isfinite(logits).all(-1).tolist()
-        events, at = [], 0
+        events, at = self._fail_unread(plan, hidden), 0
         committed = {id(request): n for request, n in plan}
         for request, span in yielding:
-            part, ok = logits[at : at + len(span)], all(finite[at : at + len(span)])
+            # Rows behind a draft that makes the logits overflow say nothing of the tokens before it.
+            usable = (*finite[at : at + len(span)], False).index(False)
+            part = logits[at : at + usable]
             at += len(span)
-            if not ok:
-                position = len(request.tokens)
-                request.output.finish_reason = "error"
-                request.output.error = f"request {request.index}: the logits for position {position} are not finite"
-                events.append((self._output(request), ""))
+            if not usable:
+                events.append(request.fail(f"the logits for position {len(request.tokens)} are not finite"))
                 continue
-            tokens, before = verify(request.drafts, part, request.params, request.generator), len(request.tokens)
-            text = self._append(request, tokens, part)
+            tokens = verify(request.drafts[: usable - 1], part, request.params, request.generator)
+            before, text = len(request.tokens), request.take(tokens, part, self.config.eos_token_id)
             if request.drafts:
-                self._count_accepted(request, len(tokens) - 1)
+                request.count_accepted(self.drafts, len(tokens) - 1)
                 committed[id(request)] = len(request.tokens) - before
-            events.append((self._output(request), text))
+            events.append((request.result(), text))
         row = 0
         for request, n in plan:
             seq, kept = request.state, committed[id(request)]
@@ -304,47 +260,20 @@ class Engine:
             row += n
         return events
 
-    def _append(self, request: _Request, tokens: list[int], logits: torch.Tensor) -> str:
-        """Take `tokens` into the request until something ends it; returns the new text."""
-        params, output, text = request.params, request.output, ""
-        request.timings.setdefault("first_token", time.perf_counter() - request.submitted)
-        stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.config.eos_token_id))
-        for row, token in zip(logits, tokens, strict=False):
-            request.tokens.append(token)
-            request.keys.append(token)
-            output.token_ids.append(token)
-            if output.logprobs is not None:
-                logprob = torch.log_softmax(row, -1)
-                best = torch.topk(logprob, min(params.logprobs or 0, len(row)))
-                chosen = {token: float(logprob[token])}
-                output.logprobs.append(chosen | dict(zip(best.indices.tolist(), best.values.tolist(), strict=True)))
-            if token in stops:
-                output.finish_reason = "stop"
-            elif len(request.tokens) >= request.limit:
-                output.finish_reason = "length"
-            if request.text and token not in stops:
-                text += request.text.push(token, last=output.finish_reason is not None)
-            elif request.text:
-                text += request.text.flush()
-            if request.text and (cut := _first_stop(output.text + text, params.stop)) is not None:
-                text = (output.text + text)[len(output.text) : cut] if cut >= len(output.text) else ""
-                output.text, output.finish_reason = output.text[:cut], "stop"
-            if output.finish_reason:
-                break
-        output.text += text
-        return text
-
-    def _count_accepted(self, request: _Request, accepted: int) -> None:
-        timings = request.timings
-        counts = timings.setdefault("accepted", [0] * self.drafts)
-        for i in range(accepted):
-            counts[i] += 1
-        steps = timings["steps"] = timings.get("steps", 0) + 1
-        timings["mean_accepted_length"] = (sum(counts) + steps) / steps
+    def _fail_unread(self, plan: list[tuple[Request, int]], hidden: torch.Tensor) -> list[tuple[RequestOutput, str]]:
+        """End the requests whose piece of prompt left hidden states that are not finite, before anyone reuses them."""
+        events, row, finite = [], 0, torch.isfinite(hidden).all(-1).tolist()
+        for request, n in plan:
+            first = request.state.length
+            if len(request.tokens) - first > n and not all(finite[row : row + n]):
+                position = first + finite[row : row + n].index(False)
+                events.append(request.fail(f"the hidden states of position {position} are not finite"))
+            row += n
+        return events
 
     # -- drafting ----------------------------------------------------------------------------------------------------
 
-    def _draft(self, requests: list[_Request]) -> None:
+    def _draft(self, requests: list[Request]) -> None:
         """Bring the depths' state up to the committed positions and draft for the sequences that decode next."""
         if self.mtp is None or not requests:
             return
@@ -379,21 +308,8 @@ class Engine:
             seq.mtp_length = max(min(seq.length, len(request.tokens) - self.drafts), 0)
             seq.hidden = seq.newest_hidden(2 * self.drafts + 1).clone()
 
-    # -- results -----------------------------------------------------------------------------------------------------
-
-    def _output(self, request: _Request) -> RequestOutput:
-        prompt = request.tokens[: request.prompt_length]
-        return RequestOutput(request.index, request.prompt, prompt, [request.output], request.timings)
-
-    def _close(self, request: _Request) -> None:
-        timings, total = request.timings, time.perf_counter() - request.submitted
-        timings["total"] = total
-        if "first_token" in timings and len(request.output.token_ids) > 1 and total > timings["first_token"]:
-            timings["tokens_per_second"] = (len(request.output.token_ids) - 1) / (total - timings["first_token"])
+    def _close(self, request: Request) -> None:
+        request.note_end()
         self.cache.close(request.state)
         request.seq = None
         self._running.remove(request)
-
-
-def _first_stop(text: str, stops: Sequence[str]) -> int | None:
-    return min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)

@@ -22,11 +22,12 @@ from inkling_portable.cache import FULL, SLIDING, kind_of
 from inkling_portable.checkpoint import Checkpoint
 from inkling_portable.config import InklingConfig
 from inkling_portable.dispatch import Facts
-from inkling_portable.engine import Engine, RequestOutput
+from inkling_portable.engine import Engine
 from inkling_portable.model import Inkling
 from inkling_portable.mtp import MultiTokenPrediction
 from inkling_portable.ops import Ops
 from inkling_portable.prompts import Prompt, PromptReader
+from inkling_portable.request import RequestOutput
 from inkling_portable.sampling import SamplingParams
 from inkling_portable.text import TextCodec
 from inkling_portable.towers import Towers
@@ -85,8 +86,16 @@ class LLM:
                 f"num_speculative_tokens is {num_speculative_tokens}; expected 0 to {depths}, as many as the model has "
                 "multi-token-prediction depths"
             )
-        if block_size < 1 or max_num_seqs < 1 or max_num_batched_tokens < 1:
-            raise ValueError("block_size, max_num_seqs and max_num_batched_tokens must each be at least 1")
+        for name, value, least, most in (
+            ("block_size", block_size, 1, None),
+            ("max_num_seqs", max_num_seqs, 1, None),
+            ("max_num_batched_tokens", max_num_batched_tokens, 1, None),
+            ("max_model_len", max_model_len, 2, config.max_position_embeddings),
+        ):
+            if value is not None and (value < least or (most is not None and value > most)):
+                raise ValueError(
+                    f"{name} is {value}; expected at least {least}" + (f", at most {most}" if most else "")
+                )
         target = current_target() if device == "auto" else Target.parse(device)
         torch_dtype = torch.bfloat16 if dtype == "auto" else _dtype(dtype)
         formats = set(checkpoint.formats.values()) - {"bf16"}
@@ -167,18 +176,22 @@ class LLM:
             sampling_params = [sampling_params or SamplingParams()] * len(listed)
         if len(sampling_params) != len(listed):
             raise ValueError(f"{len(listed)} prompts came with {len(sampling_params)} sampling parameters")
-        refused = []
-        for prompt, params in zip(listed, sampling_params, strict=True):
-            try:
-                self._submit(prompt, params)
-            except ValueError as error:
-                if single:
-                    raise
-                text = prompt if isinstance(prompt, str) else prompt.get("prompt")
-                refused.append(self.engine.refuse(text, str(error)))
-        yield from ((output, "") for output in refused)
-        while self.engine.unfinished():
-            yield from self.engine.step()
+        refused, accepted = [], []
+        try:
+            for prompt, params in zip(listed, sampling_params, strict=True):
+                try:
+                    accepted.append(self._submit(prompt, params))
+                except ValueError as error:
+                    if single:
+                        raise
+                    text = prompt if isinstance(prompt, str) else prompt.get("prompt")
+                    refused.append(self.engine.refuse(text, str(error)))
+            yield from ((output, "") for output in refused)
+            while self.engine.unfinished():
+                yield from self.engine.step()
+        finally:
+            # Whoever stops listening, by choice or by an error, leaves no request behind for the next caller.
+            self.engine.abort(accepted)
 
     def chat(
         self,
@@ -195,11 +208,11 @@ class LLM:
         return self.generate([{"messages": each} for each in messages], sampling_params)
 
     @torch.inference_mode()
-    def _submit(self, prompt: Prompt, params: SamplingParams) -> None:
+    def _submit(self, prompt: Prompt, params: SamplingParams) -> int:
         request = self._reader.read(prompt)
         self.engine.check(request.tokens, params)
         media = [(span.start, self.towers(span.media)) for span in request.spans]
-        self.engine.submit(request.tokens, params, request.text, media, request.keys)
+        return self.engine.submit(request.tokens, params, request.text, media, request.keys)
 
 
 def facts_of(config: InklingConfig, format: str, dtype: torch.dtype, page_size: int) -> Facts:

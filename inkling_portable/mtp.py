@@ -7,6 +7,9 @@ Row `p` of depth `d` joins the hidden state of depth `d - 1` at position `p` (th
 with the token at `p + 1 + d`, and drafts the token at `p + 2 + d`. `E` is the backbone's embedding after its
 `embed_norm`; head and muP scaling are the backbone's too. A block is a decoder layer with a dense MLP and caches of
 its own.
+
+Log scaling of a full block goes by `p`, as in SGLang; Transformers goes by `p + 1 + d`, which at the released floor of
+128,000 differs by less than bfloat16 can show. It can change what is drafted, never what is generated.
 """
 
 from __future__ import annotations

@@ -86,8 +86,10 @@ class PromptReader:
         plain: list[dict[str, Any]] = []
         for message in messages:
             content = message.get("content")
-            if isinstance(content, Sequence) and not isinstance(content, str):
+            if isinstance(content, list | tuple):
                 content = [_part(part, data) for part in content]
+            elif content is not None and not isinstance(content, str):
+                raise ValueError(f"a message's content is {content!r}; expected a text or a list of parts")
             plain.append({**message, "content": content})
         return {"prompt_token_ids": self.codec.chat(plain), "multi_modal_data": data}
 
@@ -139,12 +141,12 @@ def _towers(counts: Mapping[str, int]) -> list[str]:
 def _part(part: Mapping[str, Any], data: dict[str, list[Any]]) -> dict[str, Any]:
     """A part as the template takes it; what it holds of media is moved to `data`."""
     kind = part.get("type")
-    if kind == "text":
-        return dict(part)
-    if kind not in KINDS:
+    if kind not in ("text", *KINDS):
         raise ValueError(f"a content part has type {kind!r}; expected text, {' or '.join(KINDS)}")
     if part.get(kind) is None:
-        raise ValueError(f"a content part of type {kind!r} has no {kind!r}; put a path there, or the {kind} itself")
+        raise ValueError(f"a content part of type {kind!r} has no {kind!r}; expected it under that name")
+    if kind == "text":
+        return dict(part)
     data.setdefault(kind, []).append(part[kind])
     return {"type": kind}
 

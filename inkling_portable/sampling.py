@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 import torch
 
@@ -24,7 +25,8 @@ class SamplingParams:
     """What a request asks of the sampler; names and meanings are vLLM's.
 
     `top_k` 0 or -1 and `top_p` 1 keep every token. `logprobs` asks for that many likeliest tokens at each step beside
-    the chosen one, from the raw logits. Raises `ValueError` naming the field.
+    the chosen one, from the raw logits. `stop` and `stop_token_ids` may be lists or None, `stop` also one string.
+    Raises `ValueError` naming the field.
     """
 
     max_tokens: int = 16
@@ -40,17 +42,29 @@ class SamplingParams:
     def __post_init__(self) -> None:
         def need(ok: bool, name: str, expected: str) -> None:
             if not ok:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected {expected}")
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected {expected}")
 
-        need(self.max_tokens >= 1, "max_tokens", "at least 1")
-        need(0 <= self.temperature < float("inf"), "temperature", "0 (greedy) or a positive finite number")
-        need(0 < self.top_p <= 1, "top_p", "a number above 0 and at most 1")
-        need(self.top_k >= -1, "top_k", "a positive number, or 0 or -1 for all tokens")
-        need(self.seed is None or 0 <= self.seed < 2**63, "seed", "a non-negative integer below 2**63")
-        need(self.logprobs is None or self.logprobs >= 0, "logprobs", "0 or more")
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        need("" not in self.stop, "stop", "strings that are not empty")
+        def integer(value: object, low: int, high: float = float("inf")) -> bool:
+            return isinstance(value, Integral) and low <= int(value) < high
+
+        def number(value: object) -> bool:
+            return isinstance(value, Real)
+
+        for name in ("stop", "stop_token_ids"):
+            value = getattr(self, name)
+            if value is None or isinstance(value, str | list):
+                object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value or ()))
+        need(integer(self.max_tokens, 1), "max_tokens", "an integer of at least 1")
+        warm = number(self.temperature) and 0 <= self.temperature < float("inf")
+        need(warm, "temperature", "0 (greedy) or a positive finite number")
+        need(number(self.top_p) and 0 < self.top_p <= 1, "top_p", "a number above 0 and at most 1")
+        need(integer(self.top_k, -1), "top_k", "a positive integer, or 0 or -1 for all tokens")
+        need(self.seed is None or integer(self.seed, 0, 2**63), "seed", "a non-negative integer below 2**63")
+        need(self.logprobs is None or integer(self.logprobs, 0), "logprobs", "an integer of at least 0")
+        texts = isinstance(self.stop, tuple) and all(isinstance(text, str) and text for text in self.stop)
+        need(texts, "stop", "strings that are not empty")
+        ids = isinstance(self.stop_token_ids, tuple) and all(integer(token, 0) for token in self.stop_token_ids)
+        need(ids, "stop_token_ids", "token ids, integers of at least 0")
 
     def generator(self) -> torch.Generator | None:
         """A source of randomness for one request; None where the choice is greedy."""
@@ -63,7 +77,8 @@ class SamplingParams:
 
 def probabilities(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """The distribution `[V]` float64 that a row of logits `[V]` is sampled from (temperature above 0)."""
-    p = torch.softmax(logits.double() / params.temperature, -1)
+    # The difference first: a quotient of two large numbers would overflow where the temperature is tiny.
+    p = torch.softmax((logits.double() - logits.max()) / params.temperature, -1)
     if params.top_k > 0 or params.top_p < 1:
         # A stable sort, so that which of several equal tokens survives a cut does not depend on the machine.
         ordered, index = torch.sort(p, descending=True, stable=True)

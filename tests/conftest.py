@@ -16,6 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 
+# The models of the tests are so small that threads would wait for each other longer than they work.
+torch.set_num_threads(1)
+
 # What tests share lies beside this file; pytest's importlib mode puts no folder on the path.
 sys.path.append(str(Path(__file__).parent))
 

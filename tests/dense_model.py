@@ -128,7 +128,8 @@ class Watched(Engine):
         super().__init__(*args, **options)
         self.drafted: list[tuple[int, list[int], list[int], torch.Tensor]] = []
         self.verified: list[tuple[int, int, torch.Tensor]] = []
-        self.accepted: list[int] = []
+        self.accepted: list[int] = []  # of the steps with all drafts
+        self.steps: list[tuple[int, int]] = []  # (request, accepted) of all that verified drafts
         self.requests: dict[int, Any] = {}
 
     def _commit(self, plan: Any, hidden: Any, yielding: Any, logits: torch.Tensor) -> Any:
@@ -138,6 +139,8 @@ class Watched(Engine):
             gained = len(request.tokens) - length
             self.requests[request.index] = request
             self.verified += [(request.index, length - 1 + i, logits[at + i].clone()) for i in range(gained)]
+            if drafts:
+                self.steps.append((request.index, gained - 1))
             if drafts == self.drafts:
                 self.accepted.append(gained - 1)
             at += len(span)

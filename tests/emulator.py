@@ -32,12 +32,13 @@ def activate(backend: str, arch: int | str) -> None:
     """Make the emulated chip Triton's device; race checks on."""
     import emudrv
     import ptxemu
+    import tcgen05
 
-    _read_operands_of_running_blocks(ptxemu.Exec)
+    _leave_waiting_blocks_alone(ptxemu.Exec, tcgen05)
     emudrv.activate(backend, arch)
 
 
-def _read_operands_of_running_blocks(machine: Any) -> None:
+def _leave_waiting_blocks_alone(machine: Any, tensor_memory: Any) -> None:
     """Blocks are executed together, and a `wgmma` reads the operand tiles of all of them, also of blocks that are at
     another instruction then, through whatever their registers hold. Their result is discarded; keep the read itself
     harmless."""
@@ -66,6 +67,19 @@ def _read_operands_of_running_blocks(machine: Any) -> None:
             check(self, addresses, blocks)
 
     machine.wgmma, machine.on_tile = wgmma, on_tile
+    tensor_memory.t_ld, tensor_memory.t_st = _own_lanes(tensor_memory.t_ld), _own_lanes(tensor_memory.t_st)
+
+
+def _own_lanes(access: Any) -> Any:
+    """Tensor memory may be read and written by a warp in its own 32 lanes: asked of running threads alone."""
+
+    def checked(self: Any, address: Any, offset: Any, what: Any, shape: Any, split: Any, mask: Any) -> Any:
+        if mask is not None:
+            own = (self.S["warpid"].astype(np.int64) % 4 * 32 << 16) - offset
+            address = np.where(np.broadcast_to(mask, (self.N,)), np.broadcast_to(address, (self.N,)), own)
+        return access(self, address, offset, what, shape, split, mask)
+
+    return checked
 
 
 def sm80() -> None:
@@ -97,7 +111,7 @@ def gfx950() -> None:
 
 
 def record(arch: str, expression: str, modules: list[str]) -> bool:
-    """Run the kernel tests of `modules` on a chip; and add the run to the evidence. Whether they passed."""
+    """Run the kernel tests of `modules` on a chip and add the run to the evidence. Returns whether they passed."""
     import triton
 
     sys.path.append(str(ROOT / "tests" / "compile"))

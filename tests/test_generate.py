@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from small_checkpoint import NAMED, small_tokenizer, write_small
+import soundfile
+from PIL import Image
+from small_checkpoint import CONTEXT, MEDIA_IDS, NAMED, small_tokenizer, write_small
 
 from inkling_portable import cli, llm
-from inkling_portable.engine import CompletionOutput, RequestOutput
+from inkling_portable.request import CompletionOutput, RequestOutput
 
 PROMPTS = ("hello", "a longer prompt, of 33 characters", "x")
 KEYS = {"prompt_token_ids", "token_ids", "text", "logprobs", "finish_reason", "timings"}
@@ -132,7 +136,7 @@ def test_prompt_and_completion_are_on_stdout_and_timings_on_stderr(run: Run) -> 
     assert code == 0
     assert out == "\n".join(f"{prompt}{text}\n" for prompt, text in zip(PROMPTS, texts, strict=True))
     lines = err.splitlines()
-    assert [line[:8] for line in lines] == ["[1 of 3]", "[2 of 3]", "[3 of 3]"]
+    assert [line.partition(":")[0] for line in lines] == ["request 0", "request 1", "request 2"]
     assert all(re.search(r"prompt tokens \(0 reused\).*; 6 tokens at [\d.]+ tokens/s; ", line) for line in lines)
 
 
@@ -192,6 +196,16 @@ def test_without_a_model_the_built_in_one_answers_and_says_so(
     assert json.loads(out)["token_ids"]
 
 
+def test_a_prompt_that_cannot_be_served_is_named_and_the_others_are_printed(run: Run) -> None:
+    args = [*prompts("hello", "x" * CONTEXT, "x"), "--max-tokens", "2"]
+    code, out, err = run(*args, "--json")
+    found = [json.loads(line) for line in out.splitlines()]
+    assert code == 1
+    assert [one["finish_reason"] for one in found] == ["length", "error", "length"]
+    assert err == f"inkling: request 1: {found[1]['error']}\n"
+    assert f"the prompt has {CONTEXT} tokens" in err
+
+
 def test_a_failed_request_is_named_and_the_others_are_printed(run: Run, tmp_path: Path) -> None:
     broken = write_small(tmp_path / "broken", broken_token=7)
     args = ["--prompt-token-ids", "5,6", "--prompt-token-ids", "5,7,6", "--prompt-token-ids", "8", "--max-tokens", "1"]
@@ -245,35 +259,62 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
     return Recorder
 
 
-def test_media_go_with_every_text(run: Run, tmp_path: Path, recorder: type[Recorder]) -> None:
-    seeing = write_small(tmp_path / "seeing", towers=True)
-    files = [tmp_path / name for name in ("a.png", "b.png", "c.wav")]
-    for file in files:
-        file.touch()
-    a, b, c = map(str, files)
-    code, *_ = run(*prompts("one", "two"), "--image", a, "--audio", c, "--image", b, model=seeing)
-    media = {"image": [a, b], "audio": [c]}
-    assert code == 0
-    assert recorder.made.prompts == [{"prompt": text, "multi_modal_data": media} for text in ("one", "two")]
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with towers, two images of 1 and 8 patches, and a sound of 3 frames."""
+    folder = write_small(tmp_path_factory.mktemp("seeing") / "model", towers=True)
+    Image.new("RGB", (39, 39), "red").save(folder.parent / "a.png")
+    Image.new("RGB", (41, 120), "blue").save(folder.parent / "b.jpg")
+    soundfile.write(folder.parent / "c.wav", np.zeros(2400), 16_000)
+    return folder
 
 
-def test_media_in_a_chat_come_before_the_text(run: Run, tmp_path: Path, recorder: type[Recorder]) -> None:
-    seeing = write_small(tmp_path / "seeing", towers=True)
-    (seeing / "chat_template.jinja").write_text(
+def test_media_go_before_every_text(seeing: Path, run: Run) -> None:
+    a, b, c = (seeing.parent / name for name in ("a.png", "b.jpg", "c.wav"))
+    image, audio, image_mark, audio_mark = MEDIA_IDS.values()
+    options = ["--image", a, "--audio", c, "--image", b, "--max-tokens", 2]
+    found = run.json(*prompts("one", "two"), *options, model=seeing)
+    for one, text in zip(found, ("one", "two"), strict=True):
+        ids = one["prompt_token_ids"]
+        assert [ids.count(token) for token in (image_mark, audio_mark, audio)] == [2, 1, 3]
+        assert ids.count(image) == 1 + 3 * 2
+        assert ids[:2] == [image_mark, image]
+        assert ids[-3:] == small_tokenizer().encode(text).ids
+        assert one["finish_reason"] == "length"
+    code, out, _ = run(*prompts("one"), *options, model=seeing)
+    assert (code, out) == (0, f"one{found[0]['text']}\n")
+
+
+def test_media_in_a_chat_are_placed_by_the_template(seeing: Path, run: Run, tmp_path: Path) -> None:
+    talking = Path(shutil.copytree(seeing, tmp_path / "model"))
+    (talking / "chat_template.jinja").write_text(
         "{% for m in messages %}{% for part in m.content %}"
         "{% if part.type == 'text' %}{{ part.text }}{% elif part.type == 'image' %}<|three|>"
-        "{% else %}<|four|>{% endif %}"
-        "{% endfor %}{% endfor %}"
+        "{% else %}<|four|>{% endif %}{% endfor %}{% endfor %}<|five|>"
     )
-    (tmp_path / "a.png").touch()
-    (tmp_path / "b.wav").touch()
-    code, *_ = run(
-        "--chat", "--prompt", "what", "--audio", tmp_path / "b.wav", "--image", tmp_path / "a.png", model=seeing
+    image, audio, image_mark, audio_mark = MEDIA_IDS.values()
+    (found,) = run.json(
+        *("--chat", "--prompt", "what", "--audio", seeing.parent / "c.wav", "--image", seeing.parent / "a.png"),
+        *("--max-tokens", 2),
+        model=talking,
     )
-    assert code == 0
-    (prompt,) = recorder.made.prompts
-    assert prompt["prompt_token_ids"] == small_tokenizer().encode(f"{NAMED[2]}{NAMED[3]}what").ids
-    assert prompt["multi_modal_data"] == {"image": [str(tmp_path / "a.png")], "audio": [str(tmp_path / "b.wav")]}
+    what = small_tokenizer().encode("what").ids
+    assert found["prompt_token_ids"] == [image_mark, image, audio_mark, audio, audio, audio, *what, 261]
+
+
+@pytest.mark.parametrize("name", ["cut.png", "empty.wav", "text.png"])
+def test_unreadable_media_are_refused_before_weights_load(
+    name: str, seeing: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llm, "LLM", lambda *args, **kwargs: pytest.fail("weights are loaded"))
+    whole = (seeing.parent / "a.png").read_bytes()
+    file = tmp_path / name
+    file.write_bytes({"cut.png": whole[: len(whole) // 2], "empty.wav": b"", "text.png": b"no picture"}[name])
+    option = "--audio" if name.endswith("wav") else "--image"
+    code, out, err = run(*prompts("one", "two"), option, file, model=seeing)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"inkling: {file} is ")
+    assert len(err.splitlines()) == 1
 
 
 @pytest.mark.parametrize("terminal", [True, False])

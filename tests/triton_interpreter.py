@@ -16,6 +16,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import triton
 import triton.language as tl
 import triton.runtime.interpreter as host
 from triton.runtime.interpreter import TensorHandle
@@ -33,6 +34,7 @@ def repair() -> None:
     _memory()
     _arithmetic()
     _calls()
+    _bounds()
 
 
 def _types() -> None:
@@ -69,18 +71,18 @@ def _memory() -> None:
     raw = np.uint16
     stock_load, stock_store = Builder.create_masked_load, Builder.create_masked_store
 
-    def load(self: Any, ptrs: Any, mask: Any, other: Any, cache: Any, volatile: Any) -> TensorHandle:
+    def load(self: Any, ptrs: Any, mask: Any, other: Any, *hints: Any) -> TensorHandle:
         if ptrs.get_element_ty() != tl.bfloat16:
-            return stock_load(self, ptrs, mask, other, cache, volatile)
+            return stock_load(self, ptrs, mask, other, *hints)
         given = np.zeros(ptrs.data.shape, BF16) if other is None else other.data.astype(BF16)
         given = np.ascontiguousarray(np.broadcast_to(given, ptrs.data.shape)).view(raw)
         data = host._interpreter.load(ptrs.data, mask.data, given, np.dtype(raw)).view(BF16)
         return TensorHandle(data, tl.bfloat16)
 
-    def store(self: Any, ptrs: Any, value: TensorHandle, mask: Any, cache: Any) -> Any:
+    def store(self: Any, ptrs: Any, value: TensorHandle, mask: Any, *hints: Any) -> Any:
         if value.data.dtype == BF16:
             value = TensorHandle(np.ascontiguousarray(value.data).view(raw), tl.uint16)
-        return stock_store(self, ptrs, value, mask, cache)
+        return stock_store(self, ptrs, value, mask, *hints)
 
     Builder.create_masked_load, Builder.create_masked_store = load, store
 
@@ -147,3 +149,16 @@ def _calls() -> None:
         return self.rewrite()(*args, **kwargs)
 
     host.GridExecutor.__call__, host.InterpretedFunction.__call__ = launch, call
+
+
+def _bounds() -> None:
+    """Up to Triton 3.7, a loop bound is an array of one element, which NumPy 2.4 no longer takes for a number."""
+    if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8):
+        return
+    stock = host._patch_lang_tensor
+
+    def patch(tensor: Any, *rest: Any) -> None:
+        stock(tensor, *rest)
+        tensor.__index__ = lambda self: int(np.asarray(self.handle.data).item())
+
+    host._patch_lang_tensor = patch

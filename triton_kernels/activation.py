@@ -145,6 +145,7 @@ def silu_mul_ref(x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Te
         raise ValueError(
             f"silu_mul: x has {x.shape[-1]} columns; gate and up columns alternate, so their number is even"
         )
-    gate, up = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-    y = F.silu(gate) * up
+    wide = x.float().contiguous()
+    # SiLU of every column, half of them for nothing: on contiguous memory that is the faster way.
+    y = F.silu(wide)[..., 0::2] * wide[..., 1::2]
     return (y if scale is None else y * scale).to(x.dtype)

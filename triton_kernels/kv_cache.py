@@ -308,11 +308,14 @@ def _case(
         def empty(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
             return torch.empty(shape, dtype=kind, device="meta")
 
+        def int32(size: int) -> torch.Tensor:
+            return empty(size, kind=torch.int32)
+
         kv = kv_heads * 128
         scales = empty(kv_heads, kind=torch.float32)
         return qkvr_prep(
             empty(8192, heads * (128 + 16) + 2 * kv), empty(2 * kv, 4, kind=torch.float32), empty(128), empty(128),
-            1e-6, empty(64, 11, 2 * kv), *(empty(size, kind=torch.int32) for size in (4, 5, 4)),
+            1e-6, empty(64, 11, 2 * kv), int32(4), int32(5), int32(4),
             (empty(64, 16, kv_heads, 128, kind=fp8 or dtype), empty(64, 16, kv_heads, 128, kind=fp8 or dtype)),
             empty(8192, kind=torch.int64), num_heads=heads, num_kv_heads=kv_heads, head_dim=128, d_rel=16,
             log_scaling_n_floor=n_floor, log_scaling_alpha=0.1, kv_scales=(scales, scales) if fp8 else None,

@@ -277,6 +277,8 @@ class ExpertWeight:
 
         Unquantised weights are only cast, so they stay differentiable (and share memory where the dtype is theirs).
         """
+        if self.format == "bf16" and rows is None and 0 <= expert < self.data.shape[0]:
+            return self.data[expert].to(dtype)
         if not 0 <= expert < self.num_experts:
             raise ValueError(f"expert: {expert} is out of range, this weight has experts 0..{self.num_experts - 1}")
         start, stop, step = (rows or slice(None)).indices(self.rows)

@@ -1,7 +1,7 @@
 """Causal attention with a learned relative bias, over a paged KV cache and a ragged batch.
 
-    score[i, h, j] = scale * q[i, h] . k[j, h // group] + bias[i, h, i - j]         j <= i, and i - j < window where
-    there is one bias[i, h, d]  = r[i, h, :] . proj[:, d]   for 0 <= d < extent, else 0
+    score[i, h, j] = scale * q[i, h] . k[j, h // group] + bias[i, h, i - j]   j <= i, and i - j < window if there is one
+    bias[i, h, d]  = r[i, h, :] . proj[:, d]   for 0 <= d < extent, else 0
     out[i, h]      = softmax_j(score) v[j, h // group]
 
 Query row `i` of a sequence is at position `kv_len - q_len + i`, so one rule covers prefill, extension, decoding and
@@ -163,25 +163,29 @@ def _case(
     return CompileCase(name, "rel_attention=triton", launch, spills, exact, narrow=("proj_ptr",))
 
 
-# RDNA has 256 registers a thread at most; float32 tiles take twice the registers of the types that models run in.
-_RDNA = {"gfx1100": 640, "gfx1151": 640}
+# RDNA has 256 registers a thread at most. So have the NVIDIA chips that keep sums and operands there, and some cases
+# take a few more. float32 tiles take twice the registers of the types that models run in.
+_FEW = dict.fromkeys(("sm80", "sm86", "sm89", "sm120", "sm121"), 96)
+_TIGHT = _FEW | {"gfx1100": 1536, "gfx1151": 1536}
 _WIDE = {t.arch: 1024 if t.vendor == "cuda" else 4096 for t in TARGETS if "mfma" not in t.capabilities}
 
 COMPILE_CASES = (
-    _case("full, group 8", 64, 8, None, 1024, _RDNA),
-    _case("full, group 4", 32, 8, None, 1024, _RDNA),
-    _case("sliding, group 4", 64, 16, 512, 512, _RDNA),
-    _case("sliding, group 4, fp8 cache", 64, 16, 512, 512, _RDNA, fp8=True),
+    _case("full, group 8", 64, 8, None, 1024, _TIGHT),
+    _case("full, group 4", 32, 8, None, 1024, _TIGHT),
+    _case("sliding, group 4", 64, 16, 512, 512, _TIGHT),
+    _case("sliding, group 4, fp8 cache", 64, 16, 512, 512, _TIGHT, fp8=True),
     _case("full, group 8, float32", 64, 8, None, 1024, _WIDE, dtype=torch.float32),
 )
 
 
-# Query rows a tile of the reference: its scores stay in cache on a CPU, and a sliding layer reads window + 128 keys for 128.
+# Query rows a tile of the reference: its scores stay in cache on a CPU, and a sliding layer reads window + 128 keys for
+# 128.
 _ROWS = 128
 
 
 def _span(pages: torch.Tensor, table: list[int], lo: int, hi: int) -> torch.Tensor:
-    """Keys (or values) `lo..hi-1` of one sequence as `[Hkv, hi - lo, D]`: a view where its pages lie side by side, else a copy."""
+    """Keys (or values) `lo..hi-1` of one sequence as `[Hkv, hi - lo, D]`: a view where its pages lie side by side, else
+    a copy."""
     page = pages.shape[1]
     ids = table[lo // page : (hi + page - 1) // page]
     adjacent = ids == list(range(ids[0], ids[0] + len(ids))) and (
@@ -201,6 +205,39 @@ def _weighted_sum(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return torch.bmm(weights, values.masked_fill(bad, 0.0)).masked_fill(seen, float("nan"))
 
 
+def _single_rows(
+    q: torch.Tensor, r: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, bank: torch.Tensor,
+    block_table: torch.Tensor, kv_lens: torch.Tensor, window: int,
+) -> torch.Tensor:  # fmt: skip
+    """One query row of each sequence at once: `q` `[B, Hq, D]` scaled, `bank` `proj` with the distances reversed.
+
+    At most `window` keys of each are gathered, aligned at the newest, so one product and one bias serve all sequences.
+    """
+    batch, heads, dim = q.shape
+    page, kv_heads, keys = k_pages.shape[1], k_pages.shape[2], max(1, min(window, int(kv_lens.max())))
+    position = kv_lens.long().unsqueeze(1) + torch.arange(-keys, 0, device=q.device)
+    absent = position < 0
+    position.clamp_(min=0)
+    where = block_table.long().gather(1, position // page).clamp_(min=0).flatten(), (position % page).flatten()
+    k, v = (
+        pages.permute(2, 0, 1, 3)[:, where[0], where[1]].float().view(kv_heads * batch, keys, dim)
+        for pages in (k_pages, v_pages)
+    )
+    rows = q.view(batch, kv_heads, -1, dim).transpose(0, 1).reshape(kv_heads * batch, -1, dim)
+    scores = torch.bmm(rows, k.transpose(1, 2)).view(kv_heads, batch, -1, keys)
+    reach = min(bank.shape[1], keys)
+    bias = (r @ bank).view(batch, kv_heads, -1, bank.shape[1]).transpose(0, 1)
+    scores[..., keys - reach :].add_(bias[..., bank.shape[1] - reach :])
+    if absent.any():
+        gone = absent.view(1, batch, 1, keys)
+        weights = torch.softmax(scores.masked_fill(gone, float("-inf")), -1).masked_fill(gone, 0.0)
+        v = v.masked_fill(absent.repeat(kv_heads, 1).unsqueeze(2), 0.0)
+    else:
+        weights = torch.softmax(scores, -1)
+    out = _weighted_sum(weights.flatten(0, 1), v)
+    return out.view(kv_heads, batch, -1, dim).transpose(0, 1).reshape(batch, heads, dim)
+
+
 def rel_attention_ref(
     q: torch.Tensor,
     r: torch.Tensor,
@@ -216,14 +253,16 @@ def rel_attention_ref(
 ) -> torch.Tensor:
     """Attend; see the module for formula and layouts. Differentiable. Returns `[T, Hq, D]` in `q.dtype`.
 
-    Works in tiles of query rows and reads only the keys that some row of the tile may see, so time and memory follow the
-    window on sliding layers. The bias of a tile is one product with the distances reversed; reading that product with a row
-    stride one shorter moves every row's bias under its keys.
+    Works in tiles of query rows and reads only the keys that some row of the tile may see, so time and memory follow
+    the window on sliding layers. The bias of a tile is one product with the distances reversed; reading that product
+    with a row stride one shorter moves every row's bias under its keys.
     """
     heads, kv_heads, extent, dtype = q.shape[1], k_pages.shape[2], proj.shape[1], q.dtype
     rows, bank = max(1, min(_ROWS, len(q))), proj.float().flip(1)
-    q, r = (q.float() * scale).transpose(0, 1), r.float().transpose(0, 1)
-    starts, tables = cu_seqlens.tolist(), block_table.tolist()
+    q, r, starts = q.float() * scale, r.float(), cu_seqlens.tolist()
+    if window is not None and len(q) > 1 and starts == list(range(len(q) + 1)):
+        return _single_rows(q, r, k_pages, v_pages, bank, block_table, kv_lens, window).to(dtype)
+    q, r, tables = q.transpose(0, 1), r.transpose(0, 1), block_table.tolist()
     pieces = []
     for b, kv_len in enumerate(kv_lens.tolist()):
         begin, end = starts[b], starts[b + 1]
@@ -246,7 +285,8 @@ def rel_attention_ref(
                 corner = torch.ones(m, m, dtype=torch.bool, device=q.device)
                 scores[..., -m:].masked_fill_(corner.triu(1), float("-inf"))
                 if window is not None and first + m - lo > window:
-                    # Row i sees keys from first + i - window + 1 on; lo may already be inside the window of the first rows.
+                    # Row i sees keys from first + i - window + 1 on; lo may already be inside the window of the first
+                    # rows.
                     cut = first - window + 1 - lo
                     edge = torch.ones(m, first + m - lo - window, dtype=torch.bool, device=q.device).tril(cut - 1)
                     scores[..., : edge.shape[1]].masked_fill_(edge, float("-inf"))

@@ -249,7 +249,7 @@ def _case(
 # Fewer than 64 rows: below what Hopper's and Blackwell's larger instructions multiply at once.
 _FEW = {"sm90": "mma.sync", "sm100": "mma.sync", "sm103": "mma.sync"}
 # RDNA has 256 registers a thread at most.
-_RDNA_1 = {"gfx1100": 192, "gfx1151": 192}
+_RDNA_1 = {"gfx1100": 320, "gfx1151": 320}
 _RDNA_9 = {"gfx1100": 1200, "gfx1151": 1200, "gfx1201": 96}
 
 COMPILE_CASES = (

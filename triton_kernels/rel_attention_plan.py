@@ -86,18 +86,20 @@ DEFAULT = RelAttentionConfig()
 # More rows a tile read each key for more queries, where registers and shared memory have room; the first that fits is
 # taken.
 _MMA = (RelAttentionConfig(block_m=64, tokens=16, num_stages=2), RelAttentionConfig(block_m=64, tokens=8, num_stages=2))
-# Blackwell's compiler spills with two stages and 8 tokens a tile, and with three stages and 16.
-_TCGEN05 = (RelAttentionConfig(block_m=64, tokens=8, num_stages=3),)
 _MFMA = (RelAttentionConfig(block_m=64, tokens=16), RelAttentionConfig(block_m=64, tokens=8))
 
 
-def rel_attention_config(target: Target | None, *, group: int, head_dim: int, itemsize: int = 2) -> RelAttentionConfig:
+def rel_attention_config(
+    target: Target | None, *, group: int, head_dim: int, itemsize: int = 2, kv_itemsize: int = 2
+) -> RelAttentionConfig:
     """The tile shape for a target; `DEFAULT` where it is None or nothing larger fits."""
     if target is None or target.vendor not in ("cuda", "hip") or "wmma" in target.capabilities or itemsize == 4:
         return DEFAULT
     listed: tuple[RelAttentionConfig, ...] = _MFMA if "mfma" in target.capabilities else _MMA
-    if "tcgen05" in target.capabilities and group > 4:
-        listed = _TCGEN05
+    if "tcgen05" in target.capabilities:
+        # With other numbers of stages, Triton 3.6 or 3.9 leaves some cases a few bytes short of registers.
+        stages = 2 if kv_itemsize == 1 and group <= 4 else 3
+        listed = (RelAttentionConfig(block_m=64, tokens=16, num_stages=stages),)
     fits = (c for c in listed if not c.problems(target, group=group, head_dim=head_dim, itemsize=itemsize))
     return next(fits, DEFAULT)
 
@@ -176,10 +178,12 @@ def rel_attention_plan(
         problems = config.problems(target, group=group, head_dim=head_dim, itemsize=dtype.itemsize)
         if problems:
             raise ValueError(f"rel_attention: config is {config}; {'; '.join(problems)}")
-    chosen = config or rel_attention_config(target, group=group, head_dim=head_dim, itemsize=dtype.itemsize)
+    kv_itemsize = (kv_dtype or dtype).itemsize
+    chosen = config or rel_attention_config(
+        target, group=group, head_dim=head_dim, itemsize=dtype.itemsize, kv_itemsize=kv_itemsize
+    )
     per_tile, rows = chosen.tile(group)
     grid = (tokens // per_tile + batch if tokens else 0, kv_heads)
-    kv_itemsize = (kv_dtype or dtype).itemsize
     return RelAttentionPlan(grid, per_tile, rows, chosen, group, head_dim, dtype.itemsize, kv_itemsize, extent, window)
 
 

@@ -20,8 +20,8 @@ its bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 import torch
@@ -265,15 +265,51 @@ COMPILE_CASES = (
 )
 
 
-def uniform_runs(cu_seqlens: list[int]) -> Iterator[tuple[int, int, int, int]]:
-    """Yield `(first, last + 1, first row, rows each)` of every run of neighbouring sequences with equally many rows."""
-    lens = [b - a for a, b in pairwise(cu_seqlens)]
-    start = 0
-    for i in range(1, len(lens) + 1):
-        if i == len(lens) or lens[i] != lens[start]:
-            if lens[start]:
-                yield start, i, cu_seqlens[start], lens[start]
-            start = i
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Neighbouring sequences with equally many rows, and where their state lies.
+
+    `old` are slot and ring row of the inputs before each sequence's rows, both `[sequences, past]`, and `absent` says
+    which of them do not exist; `kept` are slot and ring row of the inputs that stay, `source` their rows in the batch.
+    """
+
+    begin: int
+    sequences: int
+    rows: int
+    old: tuple[torch.Tensor, torch.Tensor]
+    absent: torch.Tensor | None
+    kept: tuple[torch.Tensor, torch.Tensor]
+    source: torch.Tensor
+
+
+# Every convolution of a step asks for the same: what the lengths say is worked out once.
+@lru_cache(maxsize=32)
+def _runs_of(
+    starts: tuple[int, ...], lens: tuple[int, ...], slots: tuple[int, ...], past: int, ring: int, device: torch.device
+) -> list[_Run]:
+    runs, begin = [], 0
+    counts = [b - a for a, b in pairwise(starts)]
+    for end in range(1, len(counts) + 1):
+        if end < len(counts) and counts[end] == counts[begin]:
+            continue
+        rows, owners = counts[begin], list(zip(slots[begin:end], lens[begin:end], strict=True))
+        old = [(max(s, 0), p % ring) for s, n in owners for p in range(n - rows - past, n - rows)]
+        absent = [s < 0 or p < 0 for s, n in owners for p in range(n - rows - past, n - rows)]
+        kept = [
+            (s, p % ring, starts[begin] + i * rows + p - (n - rows))
+            for i, (s, n) in enumerate(owners)
+            for p in range(max(n - min(rows, ring), 0), n)
+            if s >= 0
+        ]
+        # Not inference tensors, which a later call that records gradients could not use.
+        with torch.inference_mode(False):
+            read = torch.tensor(old, dtype=torch.int64, device=device).view(end - begin, past, 2)
+            gone = torch.tensor(absent, device=device).view(end - begin, past, 1) if any(absent) else None
+            slot, row, source = torch.tensor(kept, dtype=torch.int64, device=device).view(-1, 3).t().contiguous()
+        if rows:
+            runs.append(_Run(starts[begin], end - begin, rows, (read[..., 0], read[..., 1]), gone, (slot, row), source))
+        begin = end
+    return runs
 
 
 def short_conv_ref(
@@ -291,42 +327,28 @@ def short_conv_ref(
     A sequence whose slot is -1 neither reads nor writes state. Rows behind `cu_seqlens[-1]` are padding and give 0.
     Returns `[T, C]` in `x.dtype`. Raises `ValueError` where the ring holds fewer than `W - 1` rows.
     """
-    width = weight.shape[1]
-    if state is not None and state.shape[1] < width - 1:
+    past = weight.shape[1] - 1
+    if state is not None and state.shape[1] < past:
         raise ValueError(
-            f"short_conv: state keeps {state.shape[1]} rows a sequence; a width of {width} needs {width - 1}"
+            f"short_conv: state keeps {state.shape[1]} rows a sequence; a width of {past + 1} needs {past}"
         )
-    taps = weight.float().unbind(1)
-    lens, owners, starts = kv_lens.tolist(), slots.tolist(), cu_seqlens.tolist()
+    taps = weight.float().t().contiguous()
+    starts, ring = tuple(cu_seqlens.tolist()), state.shape[1] if state is not None else past
     pieces = []
-    for b0, b1, t0, n in uniform_runs(starts):
-        rows = x[t0 : t0 + (b1 - b0) * n].unflatten(0, (b1 - b0, n))
-        if state is None or width == 1:
-            past = rows.new_zeros(b1 - b0, width - 1, x.shape[1])
+    for run in _runs_of(starts, tuple(kv_lens.tolist()), tuple(slots.tolist()), past, max(ring, 1), x.device):
+        rows = x[run.begin : run.begin + run.sequences * run.rows].unflatten(0, (run.sequences, run.rows))
+        if state is None:
+            old = rows.new_zeros(run.sequences, past, x.shape[1])
         else:
-            ring, first = state.shape[1], [length - n for length in lens[b0:b1]]
-            at = [
-                (max(s, 0), p % ring)
-                for s, f in zip(owners[b0:b1], first, strict=True)
-                for p in range(f - width + 1, f)
-            ]
-            past = state[[s for s, _ in at], [p for _, p in at]].unflatten(0, (b1 - b0, width - 1))
-            for i, f in enumerate(first):
-                if f < width - 1 or owners[b0 + i] < 0:
-                    past[i, : width - 1 - (f if owners[b0 + i] >= 0 else 0)] = 0
-            to = [
-                (s, p % ring, t0 + i * n + p - f)
-                for i, (s, f) in enumerate(zip(owners[b0:b1], first, strict=True))
-                for p in range(max(f + n - min(n, ring), 0), f + n)
-                if s >= 0
-            ]
-            if to:
-                state[[s for s, _, _ in to], [p for _, p, _ in to]] = x[[t for _, _, t in to]].to(state.dtype)
-        ext = torch.cat([past.to(x.dtype), rows], 1).float()
-        y = ext[:, :n] * taps[0]
-        for j in range(1, width):
-            y = torch.addcmul(y, ext[:, j : j + n], taps[j])
-        pieces.append((y + ext[:, width - 1 :]).to(x.dtype).flatten(0, 1))
+            old = state[run.old].to(x.dtype)
+            if run.absent is not None:
+                old = old.masked_fill(run.absent, 0.0)
+            state[run.kept] = x[run.source].to(state.dtype)
+        wide = torch.cat([old, rows], 1).float()
+        y = wide[:, : run.rows] * taps[0]
+        for j in range(1, past + 1):
+            y.addcmul_(wide[:, j : j + run.rows], taps[j])
+        pieces.append((y + wide[:, past:]).to(x.dtype).flatten(0, 1))
     if starts[-1] < len(x):
         pieces.append(torch.zeros_like(x[starts[-1] :]))
     y = pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else x.clone()

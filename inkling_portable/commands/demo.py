@@ -18,7 +18,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from inkling_portable.engine import RequestOutput
+    from inkling_portable.request import RequestOutput
 
 DRAFTS = 2
 FORMATS: tuple[Literal["bf16", "nvfp4", "mxfp4"], ...] = ("bf16", "nvfp4", "mxfp4")

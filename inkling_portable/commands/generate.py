@@ -13,8 +13,8 @@ import typer
 
 if TYPE_CHECKING:
     from inkling_portable.checkpoint import Checkpoint
-    from inkling_portable.engine import RequestOutput
     from inkling_portable.llm import LLM
+    from inkling_portable.request import RequestOutput
     from inkling_portable.sampling import SamplingParams
 
 
@@ -105,7 +105,8 @@ def generate(
     if stream:
         outputs: Iterable[RequestOutput] = _stream(llm, prompts, params, chat=chat)
     else:
-        outputs = llm.generate(prompts, params)
+        # One prompt alone, and not in a list, fails by an exception where it cannot be served.
+        outputs = llm.generate(prompts[0] if len(prompts) == 1 else prompts, params)
     for output in outputs:
         result = output.outputs[0]
         if json:
@@ -115,8 +116,10 @@ def generate(
             _say(f"{_completion(output, llm)}\n")
         if result.finish_reason == "error":
             failed += 1
-            typer.echo(f"inkling: {result.error}", err=True)
-        if not json:
+            # A request that was refused has no tokens; its sentence does not say which one it is.
+            name = "" if output.prompt_token_ids else f"request {output.request_id}: "
+            typer.echo(f"inkling: {name}{result.error}", err=True)
+        if not json and result.token_ids:
             if result.logprobs is not None:
                 _print_logprobs(output, llm)
             typer.echo(_summary(output, len(prompts)), err=True)
@@ -172,6 +175,7 @@ def _prompts(
     media: Mapping[str, list[str]],
 ) -> list[dict[str, Any]]:
     """What `LLM` takes, checked as far as the configuration and the tokenizer tell."""
+    from inkling_portable.prompts import PromptReader
     from inkling_portable.text import TextCodec
 
     config, towers = checkpoint.config, {"image": "vision", "audio": "audio"}
@@ -196,6 +200,9 @@ def _prompts(
         if media:
             one["multi_modal_data"] = dict(media)
         prompts.append(one)
+    if media:
+        # All prompts get the same media: read with the first one, they are known to be sound.
+        PromptReader(checkpoint.path, config, codec).read(prompts[0])
     return prompts + [{"prompt_token_ids": each} for each in ids]
 
 
@@ -222,7 +229,7 @@ def _stream(
     held = max((len(text) - 1 for text in params.stop), default=0)
     seen: dict[int, RequestOutput] = {}
     current, printed = 0, -1
-    for output, _ in llm.stream(prompts, params):
+    for output, _ in llm.stream(prompts[0] if len(prompts) == 1 else prompts, params):
         seen[output.request_id] = output
         while current in seen:
             ended = seen[current].outputs[0].finish_reason is not None
@@ -315,10 +322,8 @@ def acceptance(timings: Sequence[Mapping[str, Any]]) -> tuple[list[float], float
 def _summary(output: RequestOutput, of: int) -> str:
     """One line about a request that ended."""
     result, timings = output.outputs[0], output.timings
-    name = f"[{output.request_id + 1} of {of}] " if of > 1 else ""
+    name = f"request {output.request_id}: " if of > 1 else ""
     prompt = f"{len(output.prompt_token_ids)} prompt tokens ({timings.get('reused_tokens', 0)} reused)"
-    if "first_token" not in timings:
-        return f"{name}{prompt}; no token generated"
     rate = f" at {timings['tokens_per_second']:.1f} tokens/s" if "tokens_per_second" in timings else ""
     line = (
         f"{name}{prompt}, first token after {timings['first_token']:.2f} s; "

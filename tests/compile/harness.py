@@ -105,10 +105,11 @@ MATRIX = re.compile(r"\b(tcgen05\.mma|wgmma\.mma_async|mma\.sync|v_mfma_scale|v_
 
 
 def narrow_addresses(ttir: str, allowed: tuple[str, ...]) -> list[str]:
-    """Lines of the IR that address data with 32 bits: a run-time i32 offset on a pointer to anything but i32, whose root
-    is no allowed argument; or an offset widened only after a product of two run-time i32 values."""
+    """Lines of the IR that address data with 32 bits: a run-time i32 offset on a pointer to anything but i32, whose
+    root is no allowed argument; or an offset widened only after a product of two run-time i32 values."""
     lines = [line.strip() for line in ttir.splitlines()]
-    made = {found[1]: line for line in lines if (found := re.match(r"(%[\w#]+)(?::\d+)? = ", line))}
+    # Names are unique within a region only: what counts is the definition last seen.
+    made: dict[str, str] = {}
 
     def root(name: str) -> str:
         line = made.get(name, "")
@@ -120,6 +121,8 @@ def narrow_addresses(ttir: str, allowed: tuple[str, ...]) -> list[str]:
 
     bad = []
     for line in lines:
+        if found := re.match(r"(%[\w#]+)(?::\d+)? = ", line):
+            made[found[1]] = line
         address = re.match(r"%\S+ = tt\.addptr (%[\w#]+), (%[\w#]+) : .*?ptr<(\w+)>>?, (\S+)", line)
         narrow = address and address[3] != "i32" and "i64" not in address[4] and not constant(address[2])
         if address and narrow and root(address[1]) not in allowed:
@@ -166,6 +169,30 @@ def problems(case: CompileCase, target: Target, kernels: list[dict[str, Any]]) -
     return found
 
 
+def without_references(tree: ast.Module) -> ast.Module:
+    """A module without its `_ref` functions and the private names that only they use: no part of what is compiled."""
+
+    def own(node: ast.stmt) -> str | None:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            return node.name
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+            return node.targets[0].id
+        return None
+
+    kept = [node for node in tree.body if not (isinstance(node, ast.FunctionDef) and node.name.endswith("_ref"))]
+    while True:
+        used = [{each.id for each in ast.walk(node) if isinstance(each, ast.Name)} for node in kept]
+        unused = [
+            node
+            for i, node in enumerate(kept)
+            if (name := own(node) or "").startswith("_") and not any(name in u for j, u in enumerate(used) if j != i)
+        ]
+        if not unused:
+            break
+        kept = [node for node in kept if node not in unused]
+    return ast.Module(kept, tree.type_ignores)
+
+
 def sources(module: str) -> str:
     """A hash of the module's code and of the kernel modules that it imports, comments and docstrings left out."""
     seen, waiting = {}, [module]
@@ -179,11 +206,7 @@ def sources(module: str) -> str:
                 waiting.append(str(node.module).removeprefix("inkling_kernels."))
             if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module) and ast.get_docstring(node) is not None:
                 node.body = node.body[1:] or [ast.Pass()]
-        # A reference is no part of what is compiled.
-        tree.body = [
-            node for node in tree.body if not (isinstance(node, ast.FunctionDef) and node.name.endswith("_ref"))
-        ]
-        seen[name] = ast.unparse(tree)
+        seen[name] = ast.unparse(without_references(tree))
     return hashlib.sha256(json.dumps(sorted(seen.items())).encode()).hexdigest()[:16]
 
 

@@ -1,4 +1,4 @@
-"""Preparation of q, k, v and r, and the cache write, against numpy (FAULTS A6, A10, A12, B1, B2, B5, B7)."""
+"""Preparation of q, k, v and r, and the cache write, against numpy (FAULTS A6, A10, A12, B1 to B3, B5, B7)."""
 
 from __future__ import annotations
 
@@ -176,6 +176,29 @@ def test_log_scaling_at_its_seam(impl: Impl, last: int, rows: int) -> None:
         assert torch.equal(r, plain_r)
     if last >= 128_000:
         assert not torch.equal(r[-1], plain_r[-1])
+
+
+@pytest.mark.parametrize("accepted", [0, 1, 2, 5, 8])
+def test_rejected_drafts_leave_no_trace(impl: Impl, accepted: int) -> None:
+    """B3: nine rows are verified and some stand; later rows prepare, and the cache holds, as if only those had been."""
+    weights = weights_of(8)
+    rows = torch.randn(22, Q + 2 * KV + R, generator=torch.Generator().manual_seed(9))
+    expected = oracle(rows.numpy(), weights, 7, 0.1)
+    cache, state = (pages(8, 4, True), pages(8, 4, True)), torch.full((1, 3 + 8, 2 * KV), NAN)
+    wrong = rows[6:15].clone()
+    wrong[accepted + 1 :] = NAN
+    at = 7 + accepted
+    for step, first in ((rows[:6], 0), (wrong, 6), (rows[at : at + 1], at), (rows[at + 1 : at + 4], at + 1)):
+        end = first + len(step)
+        q, r, *_ = prepare(
+            impl, step, weights, state, int32([0]), starts([len(step)]), int32([end]), cache,
+            torch.arange(first, end), n_floor=7,
+        )  # fmt: skip
+        right = min(end, at) - first if step is wrong else len(step)
+        close(q[:right], expected.q[first : first + right])
+        close(r[:right], expected.r[first : first + right])
+    for half, exact in zip(cache, (expected.k, expected.v), strict=True):
+        close(half.flatten(0, 1)[: at + 4], exact[: at + 4])
 
 
 def test_padding_rows_change_nothing(impl: Impl) -> None:

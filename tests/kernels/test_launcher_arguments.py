@@ -54,7 +54,8 @@ BAD = [
     (rms_norm, {"x": [1.0]}, TypeError, "x is list; expected a torch.Tensor"),
     (rms_norm, {"x": meta(4, 32, dtype=torch.float64)}, TypeError, "x is torch.float64; expected torch.bfloat16 or"),
     (rms_norm, {"weight": meta(31)}, ValueError, "weight has 31 channels, x has 32"),
-    (rms_norm, {"weight": meta(32, dtype=torch.bfloat16)}, TypeError, "weight is torch.bfloat16; expected torch.float32"),
+    (rms_norm, {"weight": meta(32, dtype=torch.bfloat16)}, TypeError,
+     "weight is torch.bfloat16; expected torch.float32"),
     (rms_norm, {"weight": torch.ones(32)}, ValueError, "weight is on cpu; expected meta"),
     (rms_norm, {"eps": -1.0}, ValueError, "eps is -1.0; expected 0 or more"),
     (rms_norm, {"eps": float("nan")}, ValueError, "eps is nan"),
@@ -63,10 +64,12 @@ BAD = [
     (embedding, {"weight": meta(9)}, ValueError, r"weight has shape \[9\]; expected \[any, any\]"),
     (silu_mul, {"x": meta(4, 31)}, ValueError, "x has 31 columns; gate and up columns alternate"),
     (silu_mul, {"x": meta(32)}, ValueError, r"x has shape \[32\]"),
-    (silu_mul, {"scale": meta(4, 15)}, ValueError, r"scale has shape \[4, 15\]; expected one that spreads to \[4, 16\]"),
+    (silu_mul, {"scale": meta(4, 15)}, ValueError,
+     r"scale has shape \[4, 15\]; expected one that spreads to \[4, 16\]"),
     (silu_mul, {"scale": meta(2, 4, 16)}, ValueError, r"scale has shape \[2, 4, 16\]"),
     (short_conv, {"x": meta(4, 32, dtype=torch.int8)}, TypeError, "x is torch.int8"),
-    (short_conv, {"weight": meta(32, 4, dtype=torch.bfloat16)}, TypeError, "weight is torch.bfloat16; expected torch.float32"),
+    (short_conv, {"weight": meta(32, 4, dtype=torch.bfloat16)}, TypeError,
+     "weight is torch.bfloat16; expected torch.float32"),
     (short_conv, {"weight": meta(32, 9)}, ValueError, "weight has a width of 9; expected 1 to 8"),
     (short_conv, {"state": meta(3, 2, 32)}, ValueError, "state keeps 2 rows a sequence; a width of 4 needs 3"),
     (short_conv, {"state": meta(3, 3, 31)}, ValueError, r"state has shape \[3, 3, 31\]; expected \[any, any, 32\]"),
@@ -75,7 +78,8 @@ BAD = [
     (short_conv, {"cu_seqlens": int32(2)}, ValueError, r"cu_seqlens has shape \[2\]; expected \[3\]"),
     (short_conv, {"kv_lens": int32(4)[::2]}, ValueError, "kv_lens has stride 2; expected a contiguous tensor"),
     (short_conv, {"residual": meta(4, 31)}, ValueError, r"residual has shape \[4, 31\]; expected \[4, 32\]"),
-    (qkvr_prep, {"qkvr": meta(4, 161)}, ValueError, "qkvr has 161 columns; 3 query and 2 key heads of 16 with d_rel 16 need 160"),
+    (qkvr_prep, {"qkvr": meta(4, 161)}, ValueError,
+     "qkvr has 161 columns; 3 query and 2 key heads of 16 with d_rel 16 need 160"),
     (qkvr_prep, {"head_dim": 24}, ValueError, "head_dim is 24; expected a power of two up to 256"),
     (qkvr_prep, {"num_heads": 0}, ValueError, "num_heads is 0; expected a positive int"),
     (qkvr_prep, {"q_norm": meta(32)[::2]}, ValueError, "q_norm has stride 2"),
@@ -85,16 +89,19 @@ BAD = [
     (qkvr_prep, {"kv_cache": (meta(2, 16, 2, 16, dtype=torch.float16),) * 2}, TypeError, "k_pages is torch.float16"),
     (qkvr_prep, {"log_scaling_n_floor": 0}, ValueError, "log_scaling_n_floor is 0"),
     (qkvr_prep, {"kv_scales": (meta(2), meta(2))}, TypeError, "k_pages is torch.float32; expected torch.float8_e4m3fn"),
-    (routing, {"logits": meta(4, 18, dtype=torch.bfloat16)}, TypeError, "logits are torch.bfloat16; the router computes in float32"),
+    (routing, {"logits": meta(4, 18, dtype=torch.bfloat16)}, TypeError,
+     "logits are torch.bfloat16; the router computes in float32"),
     (routing, {"bias": meta(19)}, ValueError, "bias is for 19 experts; expected at most 1024 and 18"),
     (routing, {"top_k": 17}, ValueError, "top_k is 17; it must lie between 1 and the 16 routed experts"),
     (routing, {"global_scale": meta(2)}, ValueError, r"global_scale has shape \[2\]; expected \[1\]"),
     (routing, {"route_scale": float("nan")}, ValueError, "route_scale is nan"),
-    (rms_norm, {"config": RmsNormConfig(elements=100)}, ValueError, "config cannot be used: elements is 100; expected a power of two"),
+    (rms_norm, {"config": RmsNormConfig(elements=100)}, ValueError,
+     "config cannot be used: elements is 100; expected a power of two"),
     (embedding, {"config": EmbeddingConfig(per_warp=3)}, ValueError, "per_warp is 3"),
     (silu_mul, {"config": SiluMulConfig(block=8)}, ValueError, "block is 8"),
     (short_conv, {"config": ShortConvConfig(num_warps=3)}, ValueError, "num_warps is 3"),
-    (qkvr_prep, {"config": QkvrPrepConfig(rows=2)}, ValueError, "rows is 2; the first tile of a sequence must hold the 3 that reach back"),
+    (qkvr_prep, {"config": QkvrPrepConfig(rows=2)}, ValueError,
+     "rows is 2; the first tile of a sequence must hold the 3 that reach back"),
     (routing, {"config": RoutingConfig(tokens=5)}, ValueError, "tokens is 5"),
 ]  # fmt: skip
 
@@ -143,7 +150,10 @@ def test_plans_cover_their_rows_and_follow_from_shapes() -> None:
         assert plan.block_c >= channels
         assert plan.num_warps <= 8
         # A row's bits must not depend on how many rows there are.
-        assert (plan.block_r, plan.num_warps) == (rms_norm_plan(1, channels).block_r, rms_norm_plan(1, channels).num_warps)
+        assert (plan.block_r, plan.num_warps) == (
+            rms_norm_plan(1, channels).block_r,
+            rms_norm_plan(1, channels).num_warps,
+        )
     for rows, width in ((1, 1), (9, 3072), (2, 24576)):
         plan = silu_mul_plan(rows, width)
         assert plan.grid[1] * plan.block >= width

@@ -6,6 +6,7 @@ Letters and numbers in test names are those of the project's list of faults.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -20,6 +21,15 @@ from inkling_kernels.rel_attention_plan import DEFAULT, RelAttentionConfig, rel_
 from inkling_kernels.rel_attention_tile import _widen_fn
 from inkling_kernels.target import TARGETS, Target
 from inkling_kernels.testing import BOGUS_PAGE, PagedBatch, paged_batch
+
+
+@pytest.fixture(autouse=True, scope="module")
+def unwritten_outputs_are_nan() -> Iterator[None]:
+    """What `torch.empty` returns, so a row that no program writes shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,6 +16,15 @@ from inkling_kernels.rel_attention_decode import rel_attention_decode
 from inkling_kernels.rel_attention_plan import DECODE_DEFAULT, RelAttentionDecodeConfig, rel_attention_decode_plan
 from inkling_kernels.target import TARGETS, Target
 from inkling_kernels.testing import PagedBatch, paged_batch
+
+
+@pytest.fixture(autouse=True, scope="module")
+def unwritten_outputs_are_nan() -> Iterator[None]:
+    """What `torch.empty` returns, so a row that no program writes shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
 
 # Splits of one key tile, so that short contexts are split too.
 SPLIT = RelAttentionDecodeConfig(min_keys=32)

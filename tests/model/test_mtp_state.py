@@ -74,6 +74,11 @@ def test_every_number_of_accepted_drafts(tuned):
     assert right
     assert set(watched.accepted) == set(range(9))
     assert max(errors(tuned.dense, watched)) < TOLERANCE
+    for index, request in watched.requests.items():
+        counts = [accepted for of, accepted in watched.steps if of == index]
+        assert request.timings["steps"] == len(counts)
+        assert request.timings["accepted"] == [sum(count > i for count in counts) for i in range(8)]
+        assert request.timings["mean_accepted_length"] == pytest.approx(1 + sum(counts) / len(counts))
 
 
 def test_every_depth_keeps_its_history(tuned):
@@ -123,6 +128,35 @@ def test_drafts_while_pages_are_scarce(tuned):
     for seed in range(3):
         run(watched, [shared + tail for tail in prompts((1, 9, 17), seed)] + prompts((30,), seed), new=10)
     assert any(request.timings["reused_tokens"] for request in watched.requests.values())
+    assert max(errors(tuned.dense, watched)) < TOLERANCE
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_traffic_of_all_kinds(tuned, seed):
+    """Prompts that repeat and continue earlier texts, sampled and greedy, stopped and aborted, pages scarce or not."""
+    chance = random.Random(seed)
+    watched = watch(
+        tuned.model,
+        tuned.mtp,
+        pages=chance.choice([60, 400]),
+        block_size=chance.choice([8, 9, 16]),
+        max_num_batched_tokens=chance.choice([5, 17, 100]),
+        max_num_seqs=chance.choice([1, 3, 8]),
+        max_model_len=120,
+    )
+    shared, sent = prompts((60,), seed)[0], []
+    for _ in range(3):
+        for tail in prompts((4, 11, 25), chance.randrange(10**6)):
+            earlier = [request.tokens for request in watched.requests.values()]
+            base = chance.choice([[], shared, *earlier[-3:]])
+            stops = tuple(chance.sample(range(120), 6))
+            params = SamplingParams(18, chance.choice([0, 0.8]), seed=seed, stop_token_ids=stops)
+            sent.append(watched.submit((base[: chance.randrange(61)] + tail)[:80], params))
+        while watched.unfinished():
+            watched.step()
+            if chance.random() < 0.04:
+                watched.abort([chance.choice(sent)])
+    assert all(pool.promised == 0 and not any(pool.holders) for pool in watched.cache.pools.values())
     assert max(errors(tuned.dense, watched)) < TOLERANCE
 
 

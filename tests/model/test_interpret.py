@@ -1,0 +1,54 @@
+"""The whole model on the kernels gives the reference's greedy tokens, in every format, plain and with drafts.
+
+The kernels run in Triton's interpreter, or on the GPU where torch sees one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from small_checkpoint import write_small
+
+from inkling_portable import LLM, SamplingParams
+from inkling_portable.quantize import quantize_checkpoint
+
+PROMPTS = [{"prompt_token_ids": [5, 9, 33, 2, 71, 8, 8, 100, 41]}, {"prompt_token_ids": [11, 12, 13]}]
+NEW = 4
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("interpret")
+    found = {"bf16": write_small(folder / "bf16")}
+    for format in ("nvfp4", "mxfp4"):
+        found[format] = folder / format
+        quantize_checkpoint(found["bf16"], found[format], format, separate_gate_up=format == "nvfp4")
+    return found
+
+
+def tokens(folder: Path, device: str, drafts: int) -> tuple[LLM, list[list[int]]]:
+    llm = LLM(
+        folder, device=device, dtype="float32", max_model_len=64, max_num_seqs=2, block_size=16,
+        num_speculative_tokens=drafts,
+    )  # fmt: skip
+    return llm, [
+        list(r.outputs[0].token_ids) for r in llm.generate(PROMPTS, SamplingParams(max_tokens=NEW, temperature=0))
+    ]
+
+
+@pytest.mark.parametrize("drafts", [0, 2], ids=["plain", "2 drafts"])
+@pytest.mark.parametrize("format", ["bf16", "nvfp4", "mxfp4"])
+def test_the_kernels_write_what_the_reference_writes(
+    kernel_device: torch.device, checkpoints: dict[str, Path], format: str, drafts: int
+) -> None:
+    if kernel_device.type == "cpu" and not triton.knobs.runtime.interpret:
+        pytest.skip("a driver of INKLING_TEST_DRIVER is no target of the dispatch table")
+    llm, found = tokens(checkpoints[format], "interpret" if kernel_device.type == "cpu" else "auto", drafts)
+    # Every operation ran on its kernel, on the experts of the format.
+    rows = {op: choice.row for op, choice in llm.ops.choices.items()}
+    assert all(row is not None and "gpu" in row.targets for row in rows.values()), rows
+    assert llm.ops.facts.format == format
+    assert found == tokens(checkpoints[format], "cpu", drafts)[1]
