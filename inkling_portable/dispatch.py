@@ -163,7 +163,7 @@ ROWS: Final[tuple[Row, ...]] = (
     Row("qkvr_prep",     ("cpu",),  (),   None,       "inkling_kernels.kv_cache:qkvr_prep_ref",             "torch",
         "convolution, norms, tau and cache write in turn, in torch", "ran cpu"),
     Row("rel_attention", ("gpu",),  (),   rel_shapes, "inkling_kernels.rel_attention:rel_attention",        "triton",
-        "no tensor of relative logits: the bias comes out of the matrix unit in place, a tile at a time", "emulated"),
+        "no tensor of relative logits: the bias comes out of the matrix unit in place, a tile at a time", "compiled"),
     Row("rel_attention", ("cpu",),  (),   None,       "inkling_kernels.rel_attention:rel_attention_ref",    "torch",
         "tiles of query rows over the keys that they may see, in torch matrix products", "ran cpu"),
     Row("short_conv",    ("gpu",),  (),   to_float32, "inkling_kernels.short_conv:short_conv",              "triton",

@@ -84,8 +84,9 @@ def probabilities(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
         ordered, index = torch.sort(p, descending=True, stable=True)
         if params.top_k > 0:
             ordered[params.top_k :] = 0
-        before = ordered.cumsum(0) - ordered
-        ordered[before >= params.top_p * ordered.sum()] = 0
+        if params.top_p < 1:
+            before = ordered.cumsum(0) - ordered
+            ordered[before >= params.top_p * ordered.sum()] = 0
         p = torch.zeros_like(p).scatter_(0, index, ordered)
     return p / p.sum()
 

@@ -51,8 +51,9 @@ def test_ops_keep_and_tell_what_was_chosen() -> None:
 
 
 def test_a_target_without_rows_is_refused_before_anything_is_imported() -> None:
+    rows = tuple(replace(each, impl="absent:f") for each in ROWS if each.op != "routing" or "gpu" not in each.targets)
     with pytest.raises(UnsupportedOnTarget, match="hip:gfx942"):
-        Ops.bind(Target.parse("gfx942"), Facts(), rows=tuple(replace(each, impl="absent:f") for each in ROWS))
+        Ops.bind(Target.parse("gfx942"), Facts(), rows=rows)
 
 
 def test_only_chosen_rows_are_imported() -> None:

@@ -34,7 +34,7 @@ def normal(seed: int, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     tokens=st.integers(0, 30),
     experts=st.integers(1, 9),
