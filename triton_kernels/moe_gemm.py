@@ -287,8 +287,8 @@ def _case(format: str, tokens: int, width: int) -> CompileCase:
         ids = torch.empty(tokens, 6, dtype=torch.int32, device="meta")
         return moe_experts(x, w13, w2, ids, torch.empty(tokens, 6, device="meta"), target=target)
 
-    # RDNA has 256 registers a thread.
-    spills = {"gfx1100": 128, "gfx1151": 128}
+    # RDNA has 256 registers a thread; masked columns cost Ampere's and Ada's compiler two registers too many.
+    spills = {"gfx1100": 128, "gfx1151": 128, "sm80": 16, "sm86": 16, "sm89": 16}
     return CompileCase(f"{format}, {tokens} tokens, width {width}", "moe_experts=triton", launch, spills)
 
 
