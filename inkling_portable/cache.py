@@ -254,11 +254,12 @@ class Cache:
         """Give back the sliding pages that no window reaches again. Prediction depths run behind the backbone: first
         they must have reached the committed length.
         """
-        for i in range(self._first_live_page(seq.length)):
-            page = seq.pages[SLIDING][i]
-            if page >= 0:
-                self._release(SLIDING, page)
-                seq.pages[SLIDING][i] = -1
+        pages, i = seq.pages[SLIDING], self._first_live_page(seq.length) - 1
+        # What lies before a page that went back went back with it or earlier.
+        while i >= 0 and pages[i] >= 0:
+            self._release(SLIDING, pages[i])
+            pages[i] = -1
+            i -= 1
 
     def _first_live_page(self, length: int) -> int:
         oldest = length - self.mtp_layers - self.config.sliding_window_size + 1

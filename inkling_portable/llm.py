@@ -12,6 +12,7 @@ Names and meanings follow vLLM's, so a script moves to it by changing an import.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -137,14 +138,14 @@ class LLM:
         )
 
     def _load(self, checkpoint: Checkpoint, dtype: torch.dtype, device: str, progress: bool) -> None:
-        for name, value in load_tensors(checkpoint, dtype, device, progress=progress):
-            room = name.partition(".")[0]
+        tensors = load_tensors(checkpoint, dtype, device, progress=progress)
+        for room, group in groupby(tensors, key=lambda item: item[0].partition(".")[0]):
             if room == "llm":
-                self.model.load([(name, value)])
+                self.model.load(group)
             elif room == "mtp" and self.mtp is not None:
-                self.mtp.load([(name, value)])
-            elif room in ("visual", "audio") and isinstance(value, torch.Tensor):
-                self.towers.load([(name, value)])
+                self.mtp.load(group)
+            elif room in ("visual", "audio"):
+                self.towers.load((name, value) for name, value in group if isinstance(value, torch.Tensor))
         for module in (self.model, self.mtp, self.towers):
             if module is not None:
                 module.requires_grad_(False)
