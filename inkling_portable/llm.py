@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from inkling_kernels.target import Target, current_target
+from inkling_kernels.target import usable_target
 from inkling_portable.cache import FULL, SLIDING, kind_of
 from inkling_portable.checkpoint import Checkpoint
 from inkling_portable.config import InklingConfig
@@ -97,7 +97,7 @@ class LLM:
                 raise ValueError(
                     f"{name} is {value}; expected at least {least}" + (f", at most {most}" if most else "")
                 )
-        target = current_target() if device == "auto" else Target.parse(device)
+        target = usable_target(device)
         torch_dtype = torch.bfloat16 if dtype == "auto" else _dtype(dtype)
         formats = set(checkpoint.formats.values()) - {"bf16"}
         self.ops = Ops.bind(target, facts_of(config, formats.pop() if formats else "bf16", torch_dtype, block_size))

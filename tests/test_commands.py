@@ -167,6 +167,7 @@ def test_a_hub_repository_that_cannot_be_fetched(command: str, tmp_path: Path, r
         (["--prompt", "x", "--speculative", "3"], ["--speculative is 3", "2 multi-token-prediction depths"]),
         (["--prompt", "x", "--dtype", "float16"], ["dtype is float16", "bfloat16"]),
         (["--prompt", "x", "--device", "tpu"], ["'tpu'", "cuda:sm80", "cpu"]),
+        (["--prompt", "x", "--device", "gfx1201"], ["'gfx1201'", "this machine has", "auto"]),
         (["--prompt", "x", "--stream", "--json"], ["--stream", "--json"]),
         (["--prompt", "x", "--chat"], ["no chat template"]),
         (["--prompt-token-ids", "5", "--chat"], ["--chat goes with --prompt"]),

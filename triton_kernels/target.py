@@ -225,6 +225,22 @@ def current_target(index: int | None = None) -> Target:
     return replace(found, name=str(props.name), compute_units=props.multi_processor_count * per_processor)
 
 
+def usable_target(text: str) -> Target:
+    """The device that `text` names, to run on: `auto` is what this machine has, anything else as in `Target.parse`.
+
+    Raises ValueError for an unknown name, and for a GPU that this machine does not have.
+    """
+    if text == "auto":
+        return current_target()
+    named = Target.parse(text)
+    if not named.is_gpu:
+        return named
+    present = current_target()
+    if present.arch != named.arch:
+        raise ValueError(f"device is {text!r}, but this machine has {present} ({present.name}); use 'auto' for that")
+    return present
+
+
 def triton_target(target: Target) -> GPUTarget:
     """Triton's own name for `target`, to compile for it without a driver.
 

@@ -15,7 +15,7 @@ from triton.backends.amd.compiler import HIPBackend
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 
-from inkling_kernels.target import CAPABILITIES, TARGETS, Target, current_target, triton_target
+from inkling_kernels.target import CAPABILITIES, TARGETS, Target, current_target, triton_target, usable_target
 
 KIB = 1024
 GPUS = [target for target in TARGETS if target.is_gpu]
@@ -276,3 +276,14 @@ def test_this_machines_gpu_is_the_one_that_the_table_describes() -> None:
     assert target.is_gpu
     assert target.shared_memory_bytes == props.shared_memory_per_block_optin
     assert target.warp_width == props.warp_size
+
+
+def test_a_device_to_run_on_must_be_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inkling_kernels.target.current_target", lambda: Target.parse("gfx942"))
+    assert usable_target("auto").arch == usable_target("hip:gfx942").arch == "gfx942"
+    assert usable_target("cpu").arch == "cpu"
+    assert usable_target("interpret").arch == "interpret"
+    with pytest.raises(ValueError, match="device is 'sm90', but this machine has hip:gfx942"):
+        usable_target("sm90")
+    with pytest.raises(ValueError, match="unknown target"):
+        usable_target("sm75")
