@@ -19,8 +19,10 @@ PYTEST_ARGS ?=
 # Tools run as modules: in an environment that inherits packages, their scripts may lie elsewhere.
 RUN := $(VENV)/bin/python -P
 ENVIRONMENT := $(PYTHON) .ci/environment.py $(VENV) --torch '$(TORCH)'
-# Whole-model, compilation and server tests take minutes; `make check` leaves these folders to `make test`.
-LONG_TESTS := tests/model tests/compile tests/vllm
+# Whole-model, compilation and server tests, those of broken copies, and attention and memory take minutes;
+# `make check` leaves them to `make test`.
+LONG_TESTS := tests/model tests/compile tests/vllm tests/test_memory.py \
+	tests/kernels/test_rel_attention.py tests/kernels/test_rel_attention_decode.py
 
 .NOTPARALLEL:
 .PHONY: help demo test check compile-all lint types format readme wheel clean
@@ -45,7 +47,7 @@ test: $(VENV)/test.stamp
 	$(RUN) -m pytest -m "not gpu and not slow" $(PYTEST_ARGS)
 
 check: lint types
-	$(RUN) -m pytest -m "not gpu and not slow" $(addprefix --ignore=,$(LONG_TESTS)) $(PYTEST_ARGS)
+	$(RUN) -m pytest -m "not gpu and not slow" $(addprefix --ignore=,$(LONG_TESTS)) --ignore-glob='*_mutants.py' $(PYTEST_ARGS)
 
 compile-all: $(VENV)/test.stamp
 	$(RUN) tests/compile/harness.py --jobs 2
