@@ -29,6 +29,7 @@ OPS: Final = (
     "routing",
     "moe_experts",
     "silu_mul",
+    "logits",
 )
 FORMATS: Final = ("bf16", "nvfp4", "mxfp4")
 #: Names of torch dtypes that activations may have (`float64` for tests), and those that a KV cache may have.
@@ -182,6 +183,10 @@ ROWS: Final[tuple[Row, ...]] = (
         "elementwise on the interleaved columns, in float32", "none"),
     Row("silu_mul",      ("cpu",),  (),   None,       "inkling_kernels.activation:silu_mul_ref",            "torch",
         "elementwise on the interleaved columns, in torch", "ran cpu"),
+    Row("logits",        ("gpu",),  (),   to_float32, "inkling_kernels.logits:logits",                      "triton",
+        "muP scale, float32 and a flag for rows that are not finite, in one launch", "none"),
+    Row("logits",        ("cpu",),  (),   None,       "inkling_kernels.logits:logits_ref",                  "torch",
+        "muP scale, float32 and a flag for rows that are not finite, in torch", "ran cpu"),
 )
 # fmt: on
 

@@ -132,6 +132,8 @@ class Attention(nn.Module):
             batch.kv_lens,
             window=spec.window,
             scale=1.0 / spec.head_dim,
+            max_query_len=batch.max_query_len,
+            max_kv_len=batch.max_kv_len,
         )
         return self.wo(out.flatten(1))
 
@@ -265,13 +267,24 @@ class DecoderLayer(nn.Module):
         attn = {f"attn.{name}": tensor for name, tensor in self.attn.tensors().items()}
         return own | attn | {f"mlp.{name}": tensor for name, tensor in self.mlp.tensors().items()}
 
-    def forward(self, h: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def enter(self, h: torch.Tensor) -> torch.Tensor:
+        """`h` as the layer's `forward` takes it beside `h` itself: normed for its attention."""
+        normed: torch.Tensor = self.ops.rms_norm(h, self.attn_norm, self.eps)
+        return normed
+
+    def forward(
+        self, h: torch.Tensor, normed: torch.Tensor, batch: Batch, norm: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual stream behind the layer, and that normed by `norm` for whoever is next (as it is where that is
+        None); `normed` is `enter(h)`. Each norm rides on the convolution before it.
+        """
         state = batch.states[self.state_index] if batch.states is not None else None
-        where = batch.slots, batch.cu_seqlens, batch.kv_lens
-        y = self.attn(self.ops.rms_norm(h, self.attn_norm, self.eps), batch, state)
-        h = self.ops.short_conv(y, self.attn_sconv, state and state.attn_conv, *where, residual=h)
-        y = self.mlp(self.ops.rms_norm(h, self.mlp_norm, self.eps))
-        return self.ops.short_conv(y, self.mlp_sconv, state and state.mlp_conv, *where, residual=h)
+        where, conv, eps = (batch.slots, batch.cu_seqlens, batch.kv_lens), self.ops.short_conv, self.eps
+        y = self.attn(normed, batch, state)
+        h, m = conv(y, self.attn_sconv, state and state.attn_conv, *where, h, norm_weight=self.mlp_norm, eps=eps)
+        y = self.mlp(m)
+        out = conv(y, self.mlp_sconv, state and state.mlp_conv, *where, h, norm_weight=norm, eps=eps)
+        return (out, out) if norm is None else out
 
 
 class Inkling(nn.Module):
@@ -303,13 +316,23 @@ class Inkling(nn.Module):
         """Run the rows `h` `[T, H]` (from `embedding`, placeholders replaced) and return the normed hidden states
         `[T, H]`.
         """
-        for layer in self.layers:
-            h = layer(h, batch)
-        return self.ops.rms_norm(h, self.norm, self.config.rms_norm_eps)
+        layers = list(self.decoder_layers())
+        normed = layers[0].enter(h)
+        for layer, norm in zip(layers, [*(layer.attn_norm for layer in layers[1:]), self.norm], strict=True):
+            h, normed = layer(h, normed, batch, norm)
+        return normed
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits `[N, unpadded_vocab_size]`, float32, of normed hidden states `[N, H]`."""
-        return F.linear(hidden / self.config.logits_mup_width_multiplier, self.unembed).float()
+        return self.checked_logits(hidden)[0]
+
+    def checked_logits(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`logits`, and for each row whether all of them are finite, `[N]` bool."""
+        config = self.config
+        product = F.linear(hidden, self.unembed)
+        return self.ops.logits(
+            product, vocabulary=config.unpadded_vocab_size, divisor=config.logits_mup_width_multiplier
+        )
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Where each canonical tensor (`llm.…`) lives: views into the parameters, experts aside (see `experts`)."""

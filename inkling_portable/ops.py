@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from inkling_kernels.target import Target
@@ -22,7 +24,8 @@ class BrokenImplementation(RuntimeError):
 class Ops:
     """One attribute per operation; the signatures are those of the reference implementations (`*_ref`).
 
-    Built by `bind` when a model is built and kept by it. `choices` says what was chosen and why.
+    Built by `bind` when a model is built and kept by it. `choices` says what was chosen and why. An implementation with
+    a keyword `target` plans its launches for a device: it is bound to `target` here, so that no call asks a driver.
     """
 
     target: Target
@@ -32,10 +35,11 @@ class Ops:
     rms_norm: Callable[..., Tensor]
     qkvr_prep: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
     rel_attention: Callable[..., Tensor]
-    short_conv: Callable[..., Tensor]
+    short_conv: Callable[..., Any]
     routing: Callable[..., tuple[Tensor, Tensor, Tensor]]
     moe_experts: Callable[..., Tensor]
     silu_mul: Callable[..., Tensor]
+    logits: Callable[..., tuple[Tensor, Tensor]]
 
     @classmethod
     def bind(
@@ -55,7 +59,7 @@ class Ops:
         choices = resolve_all(target, facts, forced_from_environment() if forced is None else forced, rows)
         if target.vendor == "interpret":
             _require_interpreter()
-        bound = {op: load(choice.row) for op, choice in choices.items() if choice.row is not None}
+        bound = {op: _for_target(load(choice.row), target) for op, choice in choices.items() if choice.row is not None}
         return cls(target, facts, choices, **bound)
 
     def describe(self) -> str:
@@ -77,6 +81,10 @@ def load(row: Row) -> Callable[..., Any]:
             f"{row.op}={row.name} was chosen and {row.impl} cannot be loaded: {type(error).__name__}: {error}"
         ) from error
     return found
+
+
+def _for_target(found: Callable[..., Any], target: Target) -> Callable[..., Any]:
+    return partial(found, target=target) if "target" in inspect.signature(found).parameters else found
 
 
 def _require_interpreter() -> None:
