@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
 from inkling_kernels.target import CAPABILITIES, TARGETS, Target
+from inkling_rocm import aiter_support
 
 #: The operations that a model is made of, in the order of a forward pass.
 OPS: Final = (
@@ -49,6 +50,7 @@ class Facts:
     * `hidden_size`, `head_dim`, `d_rel`, `top_k`, `conv_width`: as in the model's config.
     * `page_size`: tokens in a page of the KV cache.
     * `num_experts`, `expert_width`: routed experts held, and their width, on this rank: local under EP and TP.
+    * `ep_size`: ranks that share the routed experts among them. From 2 on, ids of experts held elsewhere come as -1.
 
     Raises ValueError or TypeError naming the field that is out of its range.
     """
@@ -64,6 +66,7 @@ class Facts:
     expert_width: int = 3072
     top_k: int = 6
     conv_width: int = 4
+    ep_size: int = 1
 
     def __post_init__(self) -> None:
         for name, allowed in (("format", FORMATS), ("dtype", DTYPES), ("kv_dtype", KV_DTYPES)):
@@ -93,6 +96,8 @@ class Row:
     * `needs`: capabilities (`CAPABILITIES`), all of them.
     * `when`: a `Condition`, or None.
     * `impl`: `module:function`; `name`: the short name by which `INKLING_IMPL` forces it.
+    * `prepare`: for experts whose implementation reads weights in a layout of its own, the `module:function` that
+      rearranges each at load.
     * `why`: what this implementation is and why it stands where it does.
     * `evidence`: what was seen of it: `ran DEVICE`, `emulated` (its compiled code was executed on an emulator),
       `compiled` or `none`. A JSON file in `benchmarks/results/` or `rocm/evidence/` backs each but the last: for
@@ -107,6 +112,7 @@ class Row:
     name: str
     why: str
     evidence: str
+    prepare: str | None = None
 
     def problem(self, target: Target, facts: Facts) -> str | None:
         """Why this row does not hold on `target` for `facts`, or None where it does."""
@@ -134,6 +140,22 @@ def groupable(facts: Facts) -> str | None:
     if facts.format != "bf16" and any(width % 32 for width in widths):
         return f"takes packed widths that are multiples of 32, not {widths[0]} by {widths[1]}"
     return to_float32(facts)
+
+
+def aiter_mxfp4(facts: Facts) -> str | None:
+    """AITER's MXFP4 products are silently wrong where they sum over a number of columns that is no multiple of 256
+    (ROCm/aiter issues 4176 and 5233); its masks for experts of other ranks mean different things in its versions."""
+    found = [] if facts.format == "mxfp4" else [f"is for mxfp4, not {facts.format}"]
+    if facts.dtype != "bfloat16":
+        found.append(f"takes bfloat16 activations, not {facts.dtype}")
+    for what, width in (("an expert width on this rank", facts.expert_width), ("a hidden size", facts.hidden_size)):
+        if width % 256:
+            found.append(f"needs {what} that is a multiple of 256, not {width}")
+    if facts.ep_size > 1:
+        found.append(f"needs all routed experts on one rank, not on {facts.ep_size}")
+    if missing := aiter_support.problem():
+        found.append(missing)
+    return "; ".join(found) or None
 
 
 def rel_shapes(facts: Facts) -> str | None:
@@ -175,6 +197,9 @@ ROWS: Final[tuple[Row, ...]] = (
         "float32; the maximum taken k times over keys that hold score and index", "none"),
     Row("routing",       ("cpu",),  (),   None,       "inkling_kernels.routing:routing_ref",                "torch",
         "float32 in torch; a stable sort, so that the lowest index wins a tie", "ran cpu"),
+    Row("moe_experts",   ("gfx950",), ("mfma_scale",), aiter_mxfp4, "inkling_rocm.aiter_moe:moe_experts",       "aiter",
+        "AMD's fused kernels; activations rounded to MXFP4 as well, sums by atomics", "none",
+        prepare="inkling_rocm.aiter_moe:prepare"),
     Row("moe_experts",   ("gpu",),  (),   groupable,  "inkling_kernels.moe_gemm:moe_experts",               "triton",
         "grouped products on sorted tokens; fp4 is unpacked in registers; summed without atomics", "none"),
     Row("moe_experts",   ("cpu",),  (),   None,       "inkling_kernels.moe_gemm:moe_experts_ref",           "torch",

@@ -24,6 +24,7 @@ from torch import nn
 from inkling_kernels.numerics import ExpertWeight
 from inkling_portable.cache import Batch, LayerState, kind_of
 from inkling_portable.config import InklingConfig, LayerSpec
+from inkling_portable.experts import Experts, ExpertsLoader
 from inkling_portable.ops import Ops
 
 
@@ -176,6 +177,7 @@ class MoE(nn.Module):
         self.shared_w13 = parts.column(f"{name}.shared_w13", config.hidden_size, (2 * width,) * shared)
         self.shared_w2 = parts.row(f"{name}.shared_w2", shared * width, config.hidden_size)
         self.experts = Experts(
+            ops,
             ExpertWeight(
                 "bf16",
                 _weight(experts, 2 * width, config.hidden_size, dtype=dtype, device="meta"),
@@ -203,34 +205,9 @@ class MoE(nn.Module):
         ids, weights, sinks = self.ops.routing(
             logits, self.gate_bias, self.gate_scale, top_k=config.num_experts_per_tok, route_scale=config.route_scale
         )
-        routed = self.ops.moe_experts(m, self.experts.w13, self.experts.w2, ids, weights)
+        routed = self.experts(m, ids, weights)
         per_unit = sinks.repeat_interleave(config.moe_intermediate_size, 1)
         return routed + self.shared_w2(self.ops.silu_mul(self.shared_w13(m), per_unit))
-
-
-class Experts(nn.Module):
-    """Holds the two expert weights of a layer in whatever format the checkpoint has; packed formats stay packed."""
-
-    w13: ExpertWeight
-    w2: ExpertWeight
-
-    def __init__(self, w13: ExpertWeight, w2: ExpertWeight) -> None:
-        super().__init__()
-        self.hold("w13", w13)
-        self.hold("w2", w2)
-
-    def hold(self, name: str, weight: ExpertWeight) -> None:
-        """Replace one weight (`w13` or `w2`); parameters among its tensors are this module's, others its buffers."""
-        for part in ("data", "scale", "scale2"):
-            tensor = getattr(weight, part)
-            key = f"{name}_{part}"
-            self._parameters.pop(key, None)
-            self._buffers.pop(key, None)
-            if isinstance(tensor, nn.Parameter):
-                self.register_parameter(key, tensor)
-            elif tensor is not None:
-                self.register_buffer(key, tensor, persistent=False)
-        object.__setattr__(self, name, weight)
 
 
 class DecoderLayer(nn.Module):
@@ -360,14 +337,15 @@ class Inkling(nn.Module):
     def load(self, tensors: Iterable[tuple[str, torch.Tensor | ExpertWeight]]) -> None:
         """Copy canonical checkpoint tensors into the model, one at a time; the head's padded rows are left out.
 
-        The checkpoint has been inspected before, so an unknown name (`KeyError`) or another shape (`ValueError`) is a
-        defect.
+        Expert weights are brought into the form of their implementation, each of which checks itself on the first that
+        come (`SelfCheckFailed`). The checkpoint has been inspected before, so an unknown name (`KeyError`) or another
+        shape (`ValueError`) is a defect.
         """
-        places, experts = self.tensors(), self.experts()
+        places, experts, loader = self.tensors(), self.experts(), ExpertsLoader(self.ops, self.dtype)
         for name, value in tensors:
             if isinstance(value, ExpertWeight):
                 prefix, _, which = name.rpartition(".")
-                experts[prefix].hold(which, value)
+                loader.take(experts[prefix], which, value)
             else:
                 copy_into(places[name], value[: self.config.unpadded_vocab_size] if "unembed" in name else value, name)
 

@@ -18,6 +18,7 @@ scale `block_amax / (6 * scale2)`); AMD Quark's "even" rule for the E8M0 scale.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -313,8 +314,19 @@ class ExpertWeight:
 
     def to(self, device: torch.device | str) -> ExpertWeight:
         """The same weight on `device`."""
-        moved = {name: t.to(device) for name in ("data", "scale", "scale2") if (t := getattr(self, name)) is not None}
-        return replace(self, **moved)
+        return self._of_each(lambda tensor: tensor.to(device))
+
+    def part(self, experts: slice) -> ExpertWeight:
+        """The weight of some of the experts, as views."""
+        return self._of_each(lambda tensor: tensor[experts])
+
+    def clone(self) -> ExpertWeight:
+        """A copy with tensors of its own."""
+        return self._of_each(lambda tensor: tensor.clone())
+
+    def _of_each(self, function: Callable[[Tensor], Tensor]) -> ExpertWeight:
+        scale, scale2 = (None if t is None else function(t) for t in (self.scale, self.scale2))
+        return replace(self, data=function(self.data), scale=scale, scale2=scale2)
 
 
 def _byte_values(device: torch.device) -> Tensor:
