@@ -15,7 +15,6 @@ weight.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -26,43 +25,7 @@ from inkling_portable.cache import Batch, LayerState, kind_of
 from inkling_portable.config import InklingConfig, LayerSpec
 from inkling_portable.experts import Experts, ExpertsLoader
 from inkling_portable.ops import Ops
-
-
-class Parts(Protocol):
-    """Makes the projections of the model. `outs` are the widths of the products that one call computes together."""
-
-    def column(self, name: str, inputs: int, outs: tuple[int, ...]) -> nn.Module: ...
-
-    def row(self, name: str, inputs: int, outs: int) -> nn.Module: ...
-
-
-class TorchParts:
-    """Plain `torch.nn.Linear` projections in one dtype on one device."""
-
-    def __init__(self, dtype: torch.dtype, device: torch.device | str) -> None:
-        self.dtype, self.device = dtype, device
-
-    def _linear(self, inputs: int, outs: int) -> nn.Module:
-        # skip_init: the weights are about to be loaded, and initialising a large model takes minutes.
-        return torch.nn.utils.skip_init(nn.Linear, inputs, outs, bias=False, dtype=self.dtype, device=self.device)
-
-    def column(self, name: str, inputs: int, outs: tuple[int, ...]) -> nn.Module:
-        return self._linear(inputs, sum(outs))
-
-    def row(self, name: str, inputs: int, outs: int) -> nn.Module:
-        return self._linear(inputs, outs)
-
-
-def weight_of(projection: nn.Module) -> torch.Tensor:
-    """The matrix of a projection that a `Parts` factory made."""
-    weight = projection.weight
-    if not isinstance(weight, torch.Tensor):
-        raise TypeError(f"{type(projection).__name__} has no weight tensor")
-    return weight
-
-
-def _weight(*shape: int, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+from inkling_portable.parts import Parts, TorchParts, parameter, weight_of
 
 
 class Attention(nn.Module):
@@ -78,10 +41,10 @@ class Attention(nn.Module):
         widths = (spec.q_size, spec.kv_size, spec.kv_size, spec.r_size)
         self.wqkvr = parts.column(f"{name}.wqkvr", config.hidden_size, widths)
         self.wo = parts.row(f"{name}.wo", spec.q_size, config.hidden_size)
-        self.kv_sconv = _weight(2 * spec.kv_size, config.conv_kernel_size, dtype=torch.float32, device=device)
-        self.q_norm = _weight(spec.head_dim, dtype=dtype, device=device)
-        self.k_norm = _weight(spec.head_dim, dtype=dtype, device=device)
-        self.rel_proj = _weight(spec.d_rel, spec.extent, dtype=dtype, device=device)
+        self.kv_sconv = parameter(2 * spec.kv_size, config.conv_kernel_size, dtype=torch.float32, device=device)
+        self.q_norm = parameter(spec.head_dim, dtype=dtype, device=device)
+        self.k_norm = parameter(spec.head_dim, dtype=dtype, device=device)
+        self.rel_proj = parameter(spec.d_rel, spec.extent, dtype=dtype, device=device)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Where each canonical tensor lives."""
@@ -147,7 +110,7 @@ class DenseMLP(nn.Module):
         self.ops = ops
         self.w13 = parts.column(f"{name}.w13", config.hidden_size, (2 * config.intermediate_size,))
         self.w2 = parts.row(f"{name}.w2", config.intermediate_size, config.hidden_size)
-        self.global_scale = _weight(1, dtype=torch.float32, device=device)
+        self.global_scale = parameter(1, dtype=torch.float32, device=device)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Where each canonical tensor lives."""
@@ -171,20 +134,20 @@ class MoE(nn.Module):
         super().__init__()
         self.config, self.ops = config, ops
         experts, shared, width = config.n_routed_experts, config.n_shared_experts, config.moe_intermediate_size
-        self.gate = _weight(experts + shared, config.hidden_size, dtype=torch.float32, device=device)
-        self.gate_bias = nn.Parameter(torch.empty(experts, device=device), requires_grad=False)
-        self.gate_scale = _weight(1, dtype=torch.float32, device=device)
+        self.gate = parameter(experts + shared, config.hidden_size, dtype=torch.float32, device=device)
+        self.gate_bias = parameter(experts, dtype=torch.float32, device=device).requires_grad_(False)
+        self.gate_scale = parameter(1, dtype=torch.float32, device=device)
         self.shared_w13 = parts.column(f"{name}.shared_w13", config.hidden_size, (2 * width,) * shared)
         self.shared_w2 = parts.row(f"{name}.shared_w2", shared * width, config.hidden_size)
         self.experts = Experts(
             ops,
             ExpertWeight(
                 "bf16",
-                _weight(experts, 2 * width, config.hidden_size, dtype=dtype, device="meta"),
+                parameter(experts, 2 * width, config.hidden_size, dtype=dtype, device="meta"),
                 layout="interleaved",
             ),
             ExpertWeight(
-                "bf16", _weight(experts, config.hidden_size, width, dtype=dtype, device="meta"), layout="plain"
+                "bf16", parameter(experts, config.hidden_size, width, dtype=dtype, device="meta"), layout="plain"
             ),
         )
 
@@ -226,17 +189,18 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.spec, self.ops, self.eps, self.state_index = spec, ops, config.rms_norm_eps, state_index
+        self.parts, self.own = parts, parts.channels(config.hidden_size)
         hidden, width = config.hidden_size, config.conv_kernel_size
-        self.attn_norm = _weight(hidden, dtype=dtype, device=device)
+        self.attn_norm = parameter(hidden, dtype=dtype, device=device)
         self.attn = Attention(config, spec, ops, parts, f"{name}.attn", dtype, device)
-        self.attn_sconv = _weight(hidden, width, dtype=torch.float32, device=device)
-        self.mlp_norm = _weight(hidden, dtype=dtype, device=device)
+        self.attn_sconv = parameter(len(self.own), width, dtype=torch.float32, device=device)
+        self.mlp_norm = parameter(hidden, dtype=dtype, device=device)
         self.mlp: MoE | DenseMLP = (
             MoE(config, ops, parts, f"{name}.mlp", dtype, device)
             if spec.sparse
             else DenseMLP(config, ops, parts, f"{name}.mlp", device)
         )
-        self.mlp_sconv = _weight(hidden, width, dtype=torch.float32, device=device)
+        self.mlp_sconv = parameter(len(self.own), width, dtype=torch.float32, device=device)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Where each canonical tensor of the layer lives, by its name within the layer; experts aside."""
@@ -256,34 +220,63 @@ class DecoderLayer(nn.Module):
         None); `normed` is `enter(h)`. Each norm rides on the convolution before it.
         """
         state = batch.states[self.state_index] if batch.states is not None else None
-        where, conv, eps = (batch.slots, batch.cu_seqlens, batch.kv_lens), self.ops.short_conv, self.eps
         y = self.attn(normed, batch, state)
-        h, m = conv(y, self.attn_sconv, state and state.attn_conv, *where, h, norm_weight=self.mlp_norm, eps=eps)
-        y = self.mlp(m)
-        out = conv(y, self.mlp_sconv, state and state.mlp_conv, *where, h, norm_weight=norm, eps=eps)
-        return (out, out) if norm is None else out
+        h, m = self._convolved(y, self.attn_sconv, state and state.attn_conv, batch, h, self.mlp_norm)
+        return self._convolved(self.mlp(m), self.mlp_sconv, state and state.mlp_conv, batch, h, norm)
+
+    def _convolved(
+        self,
+        partial: torch.Tensor,
+        weight: torch.Tensor,
+        ring: torch.Tensor | None,
+        batch: Batch,
+        h: torch.Tensor,
+        norm: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`h + conv(sum of the ranks' partial)`, each rank convolving channels of its own, and that normed."""
+        where, own = (batch.slots, batch.cu_seqlens, batch.kv_lens), self.own
+        if norm is not None and len(own) == h.shape[1]:
+            return self.ops.short_conv(partial, weight, ring, *where, h, norm_weight=norm, eps=self.eps)
+        y = self.ops.short_conv(self.parts.scatter(partial), weight, ring, *where, h[:, own.start : own.stop])
+        y = self.parts.gather(y)
+        return y, y if norm is None else self.ops.rms_norm(y, norm, self.eps)
 
 
 class Inkling(nn.Module):
     """The text backbone with embedding and head. Build it, then `load` canonical tensors, or initialise it for
     training.
+
+    `stage` are the layers that a rank of a pipeline holds (all of them by default). A host with a head of its own
+    (`head=False`) gives it the rows of `head_input`.
     """
 
     def __init__(
-        self, config: InklingConfig, ops: Ops, *, dtype: torch.dtype, device: str = "cpu", parts: Parts | None = None
+        self,
+        config: InklingConfig,
+        ops: Ops,
+        *,
+        dtype: torch.dtype,
+        device: str = "cpu",
+        parts: Parts | None = None,
+        stage: range | None = None,
+        head: bool = True,
     ) -> None:
         super().__init__()
         self.config, self.ops, self.dtype = config, ops, dtype
         parts = parts or TorchParts(dtype, device)
-        self.embed = _weight(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
-        self.embed_norm = _weight(config.hidden_size, dtype=dtype, device=device)
+        self.embed = parameter(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        self.embed_norm = parameter(config.hidden_size, dtype=dtype, device=device)
+        # A layer keeps its number where others are missing.
         self.layers = nn.ModuleList(
             DecoderLayer(config, config.layer(i), ops, parts, f"layers.{i}", dtype, device, i)
+            if stage is None or i in stage
+            else nn.Identity()
             for i in range(config.num_hidden_layers)
         )
-        self.norm = _weight(config.hidden_size, dtype=dtype, device=device)
+        self.norm = parameter(config.hidden_size, dtype=dtype, device=device)
         # Rows of the padded vocabulary are not kept: no logit of theirs exists to be sampled, ranked or drafted.
-        self.unembed = _weight(config.unpadded_vocab_size, config.hidden_size, dtype=dtype, device=device)
+        shape = (config.unpadded_vocab_size, config.hidden_size)
+        self.unembed = parameter(*shape, dtype=dtype, device=device) if head else None
 
     def embedding(self, ids: torch.Tensor) -> torch.Tensor:
         """Normed embeddings `[T, H]` of token ids `[T]` int64."""
@@ -305,6 +298,8 @@ class Inkling(nn.Module):
 
     def checked_logits(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`logits`, and for each row whether all of them are finite, `[N]` bool."""
+        if self.unembed is None:
+            raise ValueError("the model was built without a head; its host computes logits")
         config = self.config
         product = F.linear(hidden, self.unembed)
         return self.ops.logits(
@@ -317,22 +312,26 @@ class Inkling(nn.Module):
             "llm.embed.weight": self.embed,
             "llm.embed_norm.weight": self.embed_norm,
             "llm.norm.weight": self.norm,
-            "llm.unembed.weight": self.unembed,
         }
-        for i, layer in enumerate(self.decoder_layers()):
-            found |= {f"llm.layers.{i}.{name}": tensor for name, tensor in layer.tensors().items()}
+        if self.unembed is not None:
+            found["llm.unembed.weight"] = self.unembed
+        for layer in self.decoder_layers():
+            found |= {f"llm.layers.{layer.state_index}.{name}": tensor for name, tensor in layer.tensors().items()}
         return found
 
     def decoder_layers(self) -> Iterator[DecoderLayer]:
-        """The decoder layers in order."""
+        """The decoder layers held here, in order."""
         for layer in self.layers:
             if isinstance(layer, DecoderLayer):
                 yield layer
 
     def experts(self) -> dict[str, Experts]:
         """The expert weights of each expert layer, by the canonical prefix `llm.layers.N.mlp.experts`."""
-        layers = enumerate(self.decoder_layers())
-        return {f"llm.layers.{i}.mlp.experts": layer.mlp.experts for i, layer in layers if isinstance(layer.mlp, MoE)}
+        return {
+            f"llm.layers.{layer.state_index}.mlp.experts": layer.mlp.experts
+            for layer in self.decoder_layers()
+            if isinstance(layer.mlp, MoE)
+        }
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor | ExpertWeight]]) -> None:
         """Copy canonical checkpoint tensors into the model, one at a time; the head's padded rows are left out.

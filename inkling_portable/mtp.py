@@ -22,8 +22,9 @@ from torch import nn
 from inkling_kernels.numerics import ExpertWeight
 from inkling_portable.cache import Batch
 from inkling_portable.config import InklingConfig
-from inkling_portable.model import DecoderLayer, Parts, TorchParts, copy_into, weight_of
+from inkling_portable.model import DecoderLayer, copy_into
 from inkling_portable.ops import Ops
+from inkling_portable.parts import Parts, TorchParts, weight_of
 
 
 class Depth(nn.Module):
@@ -36,7 +37,7 @@ class Depth(nn.Module):
         self.ops, self.eps = ops, config.rms_norm_eps
         self.hidden_norm = nn.Parameter(torch.empty(config.hidden_size, dtype=dtype, device=device))
         self.embed_norm = nn.Parameter(torch.empty(config.hidden_size, dtype=dtype, device=device))
-        self.input_proj = parts.row(f"mtp.{depth}.input_proj", 2 * config.hidden_size, config.hidden_size)
+        self.input_proj = parts.whole(f"mtp.{depth}.input_proj", 2 * config.hidden_size, config.hidden_size)
         index = config.num_hidden_layers + depth
         self.block = DecoderLayer(
             config, config.mtp_layer(depth), ops, parts, f"mtp.{depth}", dtype, device, state_index=index

@@ -171,7 +171,7 @@ def test_broken_adapters_are_caught(
     x, (w13, exact13), (w2, exact2), ids, gammas = case(2)
     exact = oracle(x.double().numpy(), exact13, exact2, ids, gammas)
     assert off(run(adapter, x, w13, w2, ids, gammas), exact) < 2**-8
-    op = experts_op(next(row for row in ROWS if row.name == "aiter"), Target.parse("hip:gfx950"))
+    op = experts_op(next(row for row in ROWS if row.name == "aiter"), MI355X)
     assert self_check(op.on_loaded(torch.bfloat16), w13, w2) < 2**-6
     caught, refused = [], []
     for name, changes in BROKEN.items():
@@ -313,7 +313,7 @@ def test_one_that_lacks_a_parameter_is_an_error_at_load(installed: Path, monkeyp
     fused_moe = importlib.import_module("aiter.fused_moe")
     monkeypatch.setattr(fused_moe, "fused_moe", lambda hidden_states, w1, w2, topk_weight, topk_ids, activation: None)
     with pytest.raises(BrokenImplementation, match="has no parameter quant_type, w1_scale, w2_scale"):
-        experts_op(next(row for row in ROWS if row.name == "aiter"), Target.parse("hip:gfx950"))
+        experts_op(next(row for row in ROWS if row.name == "aiter"), MI355X)
 
 
 # The call, against what was recorded of AMD's package.
