@@ -37,7 +37,7 @@ class Experts(nn.Module):
 
     def hold(self, name: str, weight: ExpertWeight) -> None:
         """Replace one weight (`w13` or `w2`); parameters among its tensors are this module's, others its buffers."""
-        for part in ("data", "scale", "scale2"):
+        for part in ("data", "scale", "scale2", "input_scale"):
             tensor = getattr(weight, part)
             key = f"{name}_{part}"
             self._parameters.pop(key, None)
