@@ -96,6 +96,8 @@ class Row:
     * `evidence`: what was seen of it: `ran DEVICE`, `emulated` (its compiled code was executed on an emulator),
       `compiled` or `none`. A JSON file in `benchmarks/results/` or `rocm/evidence/` backs each but the last: for
       `ran DEVICE` one whose `device` is DEVICE, else one with that word as `evidence` and `op=name` in `rows`.
+    * `prepare`: for experts, the `module:function` that gives weights the order that the implementation reads fastest,
+      called once a weight at load with the target; empty where they stay as checkpoints have them.
     """
 
     op: str
@@ -106,6 +108,7 @@ class Row:
     name: str
     why: str
     evidence: str
+    prepare: str = ""
 
     def problem(self, target: Target, facts: Facts) -> str | None:
         """Why this row does not hold on `target` for `facts`, or None where it does."""
@@ -175,7 +178,8 @@ ROWS: Final[tuple[Row, ...]] = (
     Row("routing",       ("cpu",),  (),   None,       "inkling_kernels.routing:routing_ref",                "torch",
         "float32 in torch; a stable sort, so that the lowest index wins a tie", "ran cpu"),
     Row("moe_experts",   ("gpu",),  (),   groupable,  "inkling_kernels.moe_gemm:moe_experts",               "triton",
-        "grouped products on sorted tokens; fp4 is unpacked in registers; summed without atomics", "none"),
+        "grouped products on sorted tokens; fp4 is unpacked in registers; summed without atomics", "none",
+        "inkling_kernels.moe_gemm_fp4:prepare_experts"),
     Row("moe_experts",   ("cpu",),  (),   None,       "inkling_kernels.moe_gemm:moe_experts_ref",           "torch",
         "one matrix product an expert that has tokens; fp4 is dequantised an expert at a time", "ran cpu"),
     Row("silu_mul",      ("gpu",),  (),   to_float32, "inkling_kernels.activation:silu_mul",                "triton",

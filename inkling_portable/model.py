@@ -344,7 +344,7 @@ class Inkling(nn.Module):
         for name, value in tensors:
             if isinstance(value, ExpertWeight):
                 prefix, _, which = name.rpartition(".")
-                experts[prefix].hold(which, value)
+                experts[prefix].hold(which, self.ops.prepare_experts(value))
             else:
                 copy_into(places[name], value[: self.config.unpadded_vocab_size] if "unembed" in name else value, name)
 

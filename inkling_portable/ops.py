@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,6 +14,8 @@ from inkling_portable.dispatch import ROWS, Choice, Facts, Row, forced_from_envi
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from inkling_kernels.numerics import ExpertWeight
 
 
 class BrokenImplementation(RuntimeError):
@@ -56,7 +60,17 @@ class Ops:
         if target.vendor == "interpret":
             _require_interpreter()
         bound = {op: load(choice.row) for op, choice in choices.items() if choice.row is not None}
+        if "moe_experts" in bound:
+            bound["moe_experts"] = _for_target(bound["moe_experts"], target)
         return cls(target, facts, choices, **bound)
+
+    def prepare_experts(self, weight: ExpertWeight) -> ExpertWeight:
+        """An expert weight of this rank as `moe_experts` reads it fastest; call it once a weight, at load."""
+        row = self.choices["moe_experts"].row
+        if row is None or not row.prepare:
+            return weight
+        prepare: Callable[..., ExpertWeight] = _function(row, row.prepare)
+        return prepare(weight, self.target)
 
     def describe(self) -> str:
         """One line an operation: its implementation, and why, for a log."""
@@ -67,14 +81,25 @@ class Ops:
 
 def load(row: Row) -> Callable[..., Any]:
     """The function that `row` names, imported. Raises `BrokenImplementation`, naming row and cause."""
-    module, _, function = row.impl.partition(":")
+    return _function(row, row.impl)
+
+
+def _for_target(function: Callable[..., Any], target: Target) -> Callable[..., Any]:
+    """`function` told the target, where it has tile shapes or instructions to choose by it."""
+    if "target" not in inspect.signature(function).parameters:
+        return function
+    return functools.update_wrapper(functools.partial(function, target=target), function)
+
+
+def _function(row: Row, name: str) -> Callable[..., Any]:
+    module, _, function = name.partition(":")
     try:
         found: Callable[..., Any] = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, OSError, RuntimeError) as error:
         # What an installation can do to an import: a package or name absent, a shared library that does not load, a
         # runtime that refuses. Anything else is a bug and keeps its own traceback.
         raise BrokenImplementation(
-            f"{row.op}={row.name} was chosen and {row.impl} cannot be loaded: {type(error).__name__}: {error}"
+            f"{row.op}={row.name} was chosen and {name} cannot be loaded: {type(error).__name__}: {error}"
         ) from error
     return found
 

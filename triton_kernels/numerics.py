@@ -24,11 +24,15 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from inkling_kernels.moe_words import to_pairs
+
 Format = Literal["bf16", "nvfp4", "mxfp4"]
 Layout = Literal["interleaved", "plain"]
+Order = Literal["pairs", "words"]
 
 FORMATS: tuple[str, ...] = get_args(Format)
 LAYOUTS: tuple[str, ...] = get_args(Layout)
+ORDERS: tuple[str, ...] = get_args(Order)
 BLOCK: dict[str, int] = {"nvfp4": 16, "mxfp4": 32}
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 E2M1_MAX = 6.0
@@ -196,6 +200,7 @@ class ExpertWeight:
     scale   'nvfp4': float8_e4m3fn or its uint8 bytes [E, N, K/16]; 'mxfp4': uint8 [E, N, K/32]; 'bf16': None
     scale2  'nvfp4': float32 [E], or [E, 2] (gate, up) where the layout is 'interleaved'; else None
     layout  how the N rows are arranged: 'interleaved' = gate0, up0, gate1, up1, ... (w13), 'plain' = as they are (w2)
+    order   how eight codes lie in a 32-bit word: 'pairs' as in checkpoints, 'words' as `moe_words` says
 
     Construction checks shapes and dtypes; `check_values` also reads the scales. Errors are ValueError or TypeError.
     """
@@ -205,12 +210,19 @@ class ExpertWeight:
     scale: Tensor | None = None
     scale2: Tensor | None = None
     layout: Layout = "plain"
+    order: Order = "pairs"
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
             raise ValueError(f"format: {self.format!r} is unknown, expected one of {', '.join(FORMATS)}")
         if self.layout not in LAYOUTS:
             raise ValueError(f"layout: {self.layout!r} is unknown, expected one of {', '.join(LAYOUTS)}")
+        if self.order not in ORDERS:
+            raise ValueError(f"order: {self.order!r} is unknown, expected one of {', '.join(ORDERS)}")
+        if self.order == "words" and (self.format == "bf16" or self.data.shape[-1] % 4):
+            raise ValueError(
+                "order: 'words' is of packed codes in whole 32-bit words, expected 'pairs' for this weight"
+            )
         if self.data.dim() != 3:
             raise ValueError(f"data: shape {list(self.data.shape)}, expected three dimensions [experts, rows, columns]")
         if self.layout == "interleaved" and self.data.shape[1] % 2:
@@ -272,6 +284,11 @@ class ExpertWeight:
         if self.layout != layout:
             raise ValueError(f"{argument}: layout is {self.layout!r}, this operation needs {layout!r}")
 
+    def require_order(self, order: Order, argument: str = "weight") -> None:
+        """Raise ValueError unless codes lie as `order` says: in another order they are other values."""
+        if self.order != order:
+            raise ValueError(f"{argument}: codes are in the order {self.order!r}, this operation needs {order!r}")
+
     def dequant(self, expert: int, dtype: torch.dtype = torch.float32, rows: slice | None = None) -> Tensor:
         """Expert `expert` as [N, K] (or its rows `rows`, a slice of step 1) in `dtype`, computed in float32.
 
@@ -292,6 +309,7 @@ class ExpertWeight:
         if self.scale2 is not None:
             per_row = expand_scale2(self.scale2[expert : expert + 1], self.rows)[0]
             scale2 = per_row if per_row.shape[0] == 1 else per_row[start:stop]
+        data = to_pairs(data) if self.order == "words" else data
         return dequantize(data, scale, scale2, format=self.format).to(dtype)
 
     def check_values(self) -> None:
