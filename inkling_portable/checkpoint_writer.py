@@ -374,6 +374,7 @@ def write_packed(writer: CheckpointWriter, spec: TensorSpec, weight: ExpertWeigh
     Second scales and metadata of a weight written expert by expert are left to `write_nvfp4_metadata`.
     """
     name, first = stored_parts(spec, "original")[0].name, (expert or 0) * spec.shape[1]
+    weight.require_order("pairs", name)
     if expert is None:
         _check_layout(spec, weight)
     writer.write(name, weight.data, first)

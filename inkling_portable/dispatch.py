@@ -102,6 +102,8 @@ class Row:
     * `evidence`: what was seen of it: `ran DEVICE`, `emulated` (its compiled code was executed on an emulator),
       `compiled` or `none`. A JSON file in `benchmarks/results/` or `rocm/evidence/` backs each but the last: for
       `ran DEVICE` one whose `device` is DEVICE, else one with that word as `evidence` and `op=name` in `rows`.
+    * `prepare`: for experts, the `module:function` that gives weights the order that the implementation reads fastest,
+      called once a weight at load with the target; empty where they stay as checkpoints have them.
     """
 
     op: str
@@ -201,7 +203,8 @@ ROWS: Final[tuple[Row, ...]] = (
         "AMD's fused kernels; activations rounded to MXFP4 as well, sums by atomics", "none",
         prepare="inkling_rocm.aiter_moe:prepare"),
     Row("moe_experts",   ("gpu",),  (),   groupable,  "inkling_kernels.moe_gemm:moe_experts",               "triton",
-        "grouped products on sorted tokens; fp4 is unpacked in registers; summed without atomics", "none"),
+        "grouped products on sorted tokens; fp4 is unpacked in registers; summed without atomics", "none",
+        "inkling_kernels.moe_gemm_fp4:prepare_experts"),
     Row("moe_experts",   ("cpu",),  (),   None,       "inkling_kernels.moe_gemm:moe_experts_ref",           "torch",
         "one matrix product an expert that has tokens; fp4 is dequantised an expert at a time", "ran cpu"),
     Row("silu_mul",      ("gpu",),  (),   to_float32, "inkling_kernels.activation:silu_mul",                "triton",

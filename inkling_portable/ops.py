@@ -112,20 +112,17 @@ def _bf16_experts(target: Target, facts: Facts, forced: str | None, rows: tuple[
 
 def experts_op(row: Row, target: Target) -> ExpertsOp:
     """What `row`, of `moe_experts`, names, imported. Raises `BrokenImplementation`, naming row and cause."""
-    prepare = None if row.prepare is None else _named(row, row.prepare)
+    prepare = None if row.prepare is None else _named(row, row.prepare, target)
     return ExpertsOp(row, load(row, target), prepare)
 
 
 def load(row: Row, target: Target) -> Callable[..., Any]:
     """The function that `row` names, imported and bound to `target`. Raises `BrokenImplementation`, naming row and
     cause."""
-    found = _named(row, row.impl)
-    if "target" not in inspect.signature(found).parameters:
-        return found
-    return functools.update_wrapper(functools.partial(found, target=target), found)
+    return _named(row, row.impl, target)
 
 
-def _named(row: Row, name: str) -> Callable[..., Any]:
+def _named(row: Row, name: str, target: Target) -> Callable[..., Any]:
     module, _, function = name.partition(":")
     try:
         found: Callable[..., Any] = getattr(importlib.import_module(module), function)
@@ -135,7 +132,9 @@ def _named(row: Row, name: str) -> Callable[..., Any]:
         raise BrokenImplementation(
             f"{row.op}={row.name} was chosen and {name} cannot be loaded: {type(error).__name__}: {error}"
         ) from error
-    return found
+    if "target" not in inspect.signature(found).parameters:
+        return found
+    return functools.update_wrapper(functools.partial(found, target=target), found)
 
 
 def _require_interpreter() -> None:

@@ -25,11 +25,15 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from inkling_kernels.moe_words import to_pairs
+
 Format = Literal["bf16", "nvfp4", "mxfp4"]
 Layout = Literal["interleaved", "plain"]
+Order = Literal["pairs", "words"]
 
 FORMATS: tuple[str, ...] = get_args(Format)
 LAYOUTS: tuple[str, ...] = get_args(Layout)
+ORDERS: tuple[str, ...] = get_args(Order)
 BLOCK: dict[str, int] = {"nvfp4": 16, "mxfp4": 32}
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 E2M1_MAX = 6.0
@@ -199,6 +203,7 @@ class ExpertWeight:
     layout  how the N rows are arranged: 'interleaved' = gate0, up0, gate1, up1, ... (w13), 'plain' = as they are (w2)
     input_scale  'nvfp4': float32 [1], the second scale of activations that are quantised to NVFP4 before the product,
             from the checkpoint's calibration, or None; else None
+    order   how eight codes lie in a 32-bit word: 'pairs' as in checkpoints, 'words' as `moe_words` says
 
     Construction checks shapes and dtypes; `check_values` also reads the scales. Errors are ValueError or TypeError.
     """
@@ -209,6 +214,7 @@ class ExpertWeight:
     scale2: Tensor | None = None
     layout: Layout = "plain"
     input_scale: Tensor | None = None
+    order: Order = "pairs"
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
@@ -220,6 +226,12 @@ class ExpertWeight:
             if self.format != "nvfp4" or tuple(self.input_scale.shape) != (1,):
                 shape = list(self.input_scale.shape)
                 raise ValueError(f"input_scale: shape {shape} for {self.format}, expected [1], and for nvfp4 alone")
+        if self.order not in ORDERS:
+            raise ValueError(f"order: {self.order!r} is unknown, expected one of {', '.join(ORDERS)}")
+        if self.order == "words" and (self.format == "bf16" or self.data.shape[-1] % 4):
+            raise ValueError(
+                "order: 'words' is of packed codes in whole 32-bit words, expected 'pairs' for this weight"
+            )
         if self.data.dim() != 3:
             raise ValueError(f"data: shape {list(self.data.shape)}, expected three dimensions [experts, rows, columns]")
         if self.layout == "interleaved" and self.data.shape[1] % 2:
@@ -282,6 +294,11 @@ class ExpertWeight:
         if self.layout != layout:
             raise ValueError(f"{argument}: layout is {self.layout!r}, this operation needs {layout!r}")
 
+    def require_order(self, order: Order, argument: str = "weight") -> None:
+        """Raise ValueError unless codes lie as `order` says: in another order they are other values."""
+        if self.order != order:
+            raise ValueError(f"{argument}: codes are in the order {self.order!r}, this operation needs {order!r}")
+
     def dequant(self, expert: int, dtype: torch.dtype = torch.float32, rows: slice | None = None) -> Tensor:
         """Expert `expert` as [N, K] (or its rows `rows`, a slice of step 1) in `dtype`, computed in float32.
 
@@ -302,6 +319,7 @@ class ExpertWeight:
         if self.scale2 is not None:
             per_row = expand_scale2(self.scale2[expert : expert + 1], self.rows)[0]
             scale2 = per_row if per_row.shape[0] == 1 else per_row[start:stop]
+        data = to_pairs(data) if self.order == "words" else data
         return dequantize(data, scale, scale2, format=self.format).to(dtype)
 
     def check_values(self, first_expert: int = 0) -> None:
