@@ -18,7 +18,6 @@ from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from inkling_kernels.numerics import ExpertWeight
@@ -35,21 +34,28 @@ class Parts(Protocol):
     def row(self, name: str, inputs: int, outs: int) -> nn.Module: ...
 
 
+class Projection(nn.Module):
+    """`y = W x` without bias, computed by the operation `linear`."""
+
+    def __init__(self, ops: Ops, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.ops, self.weight = ops, weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.ops.linear(x, self.weight)
+
+
 class TorchParts:
-    """Plain `torch.nn.Linear` projections in one dtype on one device."""
+    """Whole projections in one dtype on one device."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device | str) -> None:
-        self.dtype, self.device = dtype, device
-
-    def _linear(self, inputs: int, outs: int) -> nn.Module:
-        # skip_init: the weights are about to be loaded, and initialising a large model takes minutes.
-        return torch.nn.utils.skip_init(nn.Linear, inputs, outs, bias=False, dtype=self.dtype, device=self.device)
+    def __init__(self, ops: Ops, dtype: torch.dtype, device: torch.device | str) -> None:
+        self.ops, self.dtype, self.device = ops, dtype, device
 
     def column(self, name: str, inputs: int, outs: tuple[int, ...]) -> nn.Module:
-        return self._linear(inputs, sum(outs))
+        return self.row(name, inputs, sum(outs))
 
     def row(self, name: str, inputs: int, outs: int) -> nn.Module:
-        return self._linear(inputs, outs)
+        return Projection(self.ops, _weight(outs, inputs, dtype=self.dtype, device=self.device))
 
 
 def weight_of(projection: nn.Module) -> torch.Tensor:
@@ -197,7 +203,7 @@ class MoE(nn.Module):
 
     def forward(self, m: torch.Tensor) -> torch.Tensor:
         config = self.config
-        logits = F.linear(m.float(), self.gate)
+        logits = self.ops.linear(m.float(), self.gate)
         ids, weights, sinks = self.ops.routing(
             logits, self.gate_bias, self.gate_scale, top_k=config.num_experts_per_tok, route_scale=config.route_scale
         )
@@ -284,7 +290,7 @@ class Inkling(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.ops, self.dtype = config, ops, dtype
-        parts = parts or TorchParts(dtype, device)
+        parts = parts or TorchParts(ops, dtype, device)
         self.embed = _weight(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         self.embed_norm = _weight(config.hidden_size, dtype=dtype, device=device)
         self.layers = nn.ModuleList(
@@ -309,7 +315,7 @@ class Inkling(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits `[N, unpadded_vocab_size]`, float32, of normed hidden states `[N, H]`."""
-        return F.linear(hidden / self.config.logits_mup_width_multiplier, self.unembed).float()
+        return self.ops.linear(hidden / self.config.logits_mup_width_multiplier, self.unembed).float()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Where each canonical tensor (`llm.…`) lives: views into the parameters, experts aside (see `experts`)."""

@@ -29,6 +29,7 @@ class Ops:
     facts: Facts
     choices: Mapping[str, Choice]
     embedding: Callable[..., Tensor]
+    linear: Callable[..., Tensor]
     rms_norm: Callable[..., Tensor]
     qkvr_prep: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
     rel_attention: Callable[..., Tensor]
