@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from inkling_kernels.numerics import ExpertWeight
@@ -164,7 +163,7 @@ class MoE(nn.Module):
 
     def forward(self, m: torch.Tensor) -> torch.Tensor:
         config = self.config
-        logits = F.linear(m.float(), self.gate)
+        logits = self.ops.linear(m.float(), self.gate)
         ids, weights, sinks = self.ops.routing(
             logits, self.gate_bias, self.gate_scale, top_k=config.num_experts_per_tok, route_scale=config.route_scale
         )
@@ -263,7 +262,7 @@ class Inkling(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.ops, self.dtype = config, ops, dtype
-        parts = parts or TorchParts(dtype, device)
+        parts = parts or TorchParts(ops, dtype, device)
         self.embed = parameter(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         self.embed_norm = parameter(config.hidden_size, dtype=dtype, device=device)
         # A layer keeps its number where others are missing.
@@ -301,7 +300,7 @@ class Inkling(nn.Module):
         if self.unembed is None:
             raise ValueError("the model was built without a head; its host computes logits")
         config = self.config
-        product = F.linear(hidden, self.unembed)
+        product = self.ops.linear(hidden, self.unembed)
         return self.ops.logits(
             product, vocabulary=config.unpadded_vocab_size, divisor=config.logits_mup_width_multiplier
         )

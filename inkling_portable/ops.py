@@ -61,6 +61,7 @@ class Ops:
     choices: Mapping[str, Choice]
     experts: Mapping[str, ExpertsOp]
     embedding: Callable[..., Tensor]
+    linear: Callable[..., Tensor]
     rms_norm: Callable[..., Tensor]
     qkvr_prep: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
     rel_attention: Callable[..., Tensor]
