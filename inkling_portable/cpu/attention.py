@@ -99,7 +99,10 @@ def _rel_attention_part(
             own_q *= np.float32(scale)
             out[:] = 0
             if end > 0:
-                table, scores = row_fn(INT, tables + 4 * b * table_stride, table_stride), np.empty((4, count + 4), np.float32)
+                table, scores = (
+                    row_fn(INT, tables + 4 * b * table_stride, table_stride),
+                    np.empty((4, count + 4), np.float32),
+                )
                 _scores_fn(scores, like, own_q, k_pages + g * k_head * size, k_page, k_token, table, page, low, end)
                 _add_bias_fn(scores, like, own_r, proj, extent, count)
                 for i in range(4):

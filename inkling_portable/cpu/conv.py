@@ -110,9 +110,7 @@ def short_conv(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`short_conv_ref`, with a ring of state in one call whatever the number of rows, and one for the norm."""
     if state is None or slots.dim() > 1 or records(x, weight):
-        return short_conv_ref(
-            x, weight, state, slots, cu_seqlens, kv_lens, residual, norm_weight=norm_weight, eps=eps
-        )
+        return short_conv_ref(x, weight, state, slots, cu_seqlens, kv_lens, residual, norm_weight=norm_weight, eps=eps)
     rows, size = x.shape
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype or residual.stride(1) != 1):
         check_tensor("short_conv", "residual", residual, (rows, size), (x.dtype,))

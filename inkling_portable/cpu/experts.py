@@ -62,7 +62,9 @@ def _sort(order, offsets, ids, experts):
 
 
 @jit
-def _up_part(part, parts, like, hidden, width, order, offsets, weights, top_k, x, x_stride, w, stride, row_stride, inputs):
+def _up_part(
+    part, parts, like, hidden, width, order, offsets, weights, top_k, x, x_stride, w, stride, row_stride, inputs
+):
     """Rows of the sorted pairs in `hidden` `[at least pairs, at least width]`."""
     weight = row_fn(FLOAT, weights, order.size)
     begin, end = span_fn(offsets[-1], part, parts)
@@ -88,9 +90,13 @@ def _up_part(part, parts, like, hidden, width, order, offsets, weights, top_k, x
 
 
 @parallel
-def _up_parallel(parts, like, hidden, width, order, offsets, weights, top_k, x, x_stride, w, stride, row_stride, inputs):
+def _up_parallel(
+    parts, like, hidden, width, order, offsets, weights, top_k, x, x_stride, w, stride, row_stride, inputs
+):
     for part in prange(parts):
-        _up_part(part, parts, like, hidden, width, order, offsets, weights, top_k, x, x_stride, w, stride, row_stride, inputs)
+        _up_part(
+            part, parts, like, hidden, width, order, offsets, weights, top_k, x, x_stride, w, stride, row_stride, inputs
+        )
 
 
 @jit
