@@ -19,6 +19,7 @@ from inkling_portable.commands.check import check
 from inkling_portable.commands.demo import demo
 from inkling_portable.commands.explain import explain
 from inkling_portable.commands.generate import generate
+from inkling_portable.commands.plan import plan
 from inkling_portable.commands.quantize import quantize
 
 #: Import roots whose ValueError or RuntimeError is a message to the user.
@@ -38,6 +39,7 @@ app.command()(generate)
 app.command()(demo)
 app.command()(explain)
 app.command()(check)
+app.command()(plan)
 app.command()(quantize)
 
 
