@@ -261,7 +261,7 @@ class Inkling(nn.Module):
     training.
 
     `stage` are the layers that a rank of a pipeline holds (all of them by default). A host with a head of its own
-    (`head=False`) gives it the rows of `head_input`.
+    (`head=False`) gives it what `head_input` makes of the hidden states.
     """
 
     def __init__(
@@ -308,15 +308,11 @@ class Inkling(nn.Module):
         """The hidden states `[T, H]` of what the last layer yields."""
         return self.ops.rms_norm(h, self.norm, self.config.rms_norm_eps)
 
-    def head_input(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What the head multiplies of normed hidden states `[N, H]`."""
-        return hidden / self.config.logits_mup_width_multiplier
-
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits `[N, unpadded_vocab_size]`, float32, of normed hidden states `[N, H]`."""
         if self.unembed is None:
             raise ValueError("the model was built without a head; its host computes logits")
-        return F.linear(self.head_input(hidden), self.unembed).float()
+        return F.linear(head_input(self.config, hidden), self.unembed).float()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Where each canonical tensor (`llm.…`) lives: views into the parameters, experts aside (see `experts`)."""
@@ -358,6 +354,11 @@ class Inkling(nn.Module):
                 experts[prefix].hold(which, value)
             else:
                 copy_into(places[name], value[: self.config.unpadded_vocab_size] if "unembed" in name else value, name)
+
+
+def head_input(config: InklingConfig, hidden: torch.Tensor) -> torch.Tensor:
+    """What the head multiplies, of normed hidden states `[N, H]` of the backbone or of a prediction depth."""
+    return hidden / config.logits_mup_width_multiplier
 
 
 def copy_into(target: torch.Tensor, value: torch.Tensor, name: str) -> None:
