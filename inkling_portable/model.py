@@ -14,7 +14,7 @@ weight.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import nn
@@ -245,8 +245,8 @@ class Inkling(nn.Module):
     """The text backbone with embedding and head. Build it, then `load` canonical tensors, or initialise it for
     training.
 
-    `stage` are the layers that a rank of a pipeline holds (all of them by default). A host with a head of its own
-    (`head=False`) gives it the rows of `head_input`.
+    `stage` are the layers that a rank of a pipeline holds (all of them by default). A host may have a head of its own
+    (`head=False`).
     """
 
     def __init__(
@@ -285,11 +285,19 @@ class Inkling(nn.Module):
         """Run the rows `h` `[T, H]` (from `embedding`, placeholders replaced) and return the normed hidden states
         `[T, H]`.
         """
+        return self.through(h, lambda layer: batch, self.norm)[1]
+
+    def through(
+        self, h: torch.Tensor, batch_of: Callable[[DecoderLayer], Batch], norm: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows `h` `[T, H]` behind the layers held here, and those normed by `norm` (as they are where it is None).
+        `batch_of` gives the step as a layer's host keeps its state.
+        """
         layers = list(self.decoder_layers())
         normed = layers[0].enter(h)
-        for layer, norm in zip(layers, [*(layer.attn_norm for layer in layers[1:]), self.norm], strict=True):
-            h, normed = layer(h, normed, batch, norm)
-        return normed
+        for layer, behind in zip(layers, [*(layer.attn_norm for layer in layers[1:]), norm], strict=True):
+            h, normed = layer(h, normed, batch_of(layer), behind)
+        return h, normed
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits `[N, unpadded_vocab_size]`, float32, of normed hidden states `[N, H]`."""
