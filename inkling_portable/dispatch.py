@@ -29,6 +29,7 @@ OPS: Final = (
     "routing",
     "moe_experts",
     "silu_mul",
+    "linear",
     "logits",
 )
 FORMATS: Final = ("bf16", "nvfp4", "mxfp4")
@@ -49,6 +50,7 @@ class Facts:
     * `hidden_size`, `head_dim`, `d_rel`, `top_k`, `conv_width`: as in the model's config.
     * `page_size`: tokens in a page of the KV cache.
     * `num_experts`, `expert_width`: routed experts held, and their width, on this rank: local under EP and TP.
+    * `batch_invariant`: whether a token's bits must not depend on its batch.
 
     Raises ValueError or TypeError naming the field that is out of its range.
     """
@@ -64,6 +66,7 @@ class Facts:
     expert_width: int = 3072
     top_k: int = 6
     conv_width: int = 4
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in (("format", FORMATS), ("dtype", DTYPES), ("kv_dtype", KV_DTYPES)):
@@ -147,6 +150,21 @@ def rel_shapes(facts: Facts) -> str | None:
     return to_float32(facts)
 
 
+def invariant(facts: Facts) -> str | None:
+    """Fixed tiles give equal bits in every batch and cost time, so they are for models that ask for them."""
+    return to_float32(facts) if facts.batch_invariant else "is for batch_invariant models"
+
+
+def invariant_rel(facts: Facts) -> str | None:
+    """The attention kernels with splits of one size, which cost time where contexts are short or batches large."""
+    return invariant(facts) or rel_shapes(facts)
+
+
+def invariant_experts(facts: Facts) -> str | None:
+    """The grouped products with the tiles of small batches, which cost time where batches are large."""
+    return invariant(facts) or groupable(facts)
+
+
 # fmt: off
 ROWS: Final[tuple[Row, ...]] = (
     #   op               targets    needs when        implementation                                        name
@@ -163,6 +181,8 @@ ROWS: Final[tuple[Row, ...]] = (
         "convolution, norms, tau and cache write (fp8 too) in one launch; only q and r leave it", "none"),
     Row("qkvr_prep",     ("cpu",),  (),   None,       "inkling_kernels.kv_cache:qkvr_prep_ref",             "torch",
         "convolution, norms, tau and cache write in turn, in torch", "ran cpu"),
+    Row("rel_attention", ("gpu",), (), invariant_rel, "inkling_kernels.batch_invariant:rel_attention", "fixed_splits",
+        "the kernels of the row below, decode rows in splits of one size: equal bits in every batch", "none"),
     Row("rel_attention", ("gpu",),  (),   rel_shapes, "inkling_kernels.rel_attention:rel_attention",        "triton",
         "no tensor of relative logits: the bias comes out of the matrix unit in place, a tile at a time", "compiled"),
     Row("rel_attention", ("cpu",),  (),   None,       "inkling_kernels.rel_attention:rel_attention_ref",    "torch",
@@ -175,6 +195,8 @@ ROWS: Final[tuple[Row, ...]] = (
         "float32; the maximum taken k times over keys that hold score and index", "none"),
     Row("routing",       ("cpu",),  (),   None,       "inkling_kernels.routing:routing_ref",                "torch",
         "float32 in torch; a stable sort, so that the lowest index wins a tie", "ran cpu"),
+    Row("moe_experts", ("gpu",), (), invariant_experts, "inkling_kernels.batch_invariant:moe_experts", "fixed_tiles",
+        "the kernels of the row below in one tile shape: equal bits in every batch", "none"),
     Row("moe_experts",   ("gpu",),  (),   groupable,  "inkling_kernels.moe_gemm:moe_experts",               "triton",
         "grouped products on sorted tokens; fp4 is unpacked in registers; summed without atomics", "none"),
     Row("moe_experts",   ("cpu",),  (),   None,       "inkling_kernels.moe_gemm:moe_experts_ref",           "torch",
@@ -183,6 +205,12 @@ ROWS: Final[tuple[Row, ...]] = (
         "elementwise on the interleaved columns, in float32", "none"),
     Row("silu_mul",      ("cpu",),  (),   None,       "inkling_kernels.activation:silu_mul_ref",            "torch",
         "elementwise on the interleaved columns, in torch", "ran cpu"),
+    Row("linear",        ("gpu",),  (),   invariant,  "inkling_kernels.batch_invariant:linear",        "fixed_tiles",
+        "one tile shape and one order of sums: equal bits in every batch", "none"),
+    Row("linear",        ("gpu",),  (),   None,       "inkling_kernels.batch_invariant:linear_ref",         "torch",
+        "the library's product: cuBLAS, hipBLASLt", "none"),
+    Row("linear",        ("cpu",),  (),   None,       "inkling_kernels.batch_invariant:linear_ref",         "torch",
+        "the library's product: oneDNN, MKL", "ran cpu"),
     Row("logits",        ("gpu",),  (),   to_float32, "inkling_kernels.logits:logits",                      "triton",
         "muP scale, float32 and a flag for rows that are not finite, in one launch", "none"),
     Row("logits",        ("cpu",),  (),   None,       "inkling_kernels.logits:logits_ref",                  "torch",

@@ -12,6 +12,7 @@ Names and meanings follow vLLM's, so a script moves to it by changing an import.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,9 @@ class LLM:
     `model` is a checkpoint folder or hub id; without one the small trained model that comes with the package is used.
     `dtype` 'auto' is bfloat16, the dtype of the released checkpoints. The caches hold `max_num_seqs` sequences of
     `max_model_len` tokens within `kv_cache_memory_bytes`; a context that does not fit is an error that says what
-    does.
+    does. `batch_invariant` makes the logits of a request the same to the last bit whatever else is running: all
+    products in fixed tiles and splits, prompts and generated tokens in steps of their own. It needs the kernels, so a
+    GPU or the interpreter, and costs time.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class LLM:
         kv_cache_memory_bytes: int = 4 << 30,
         enable_prefix_caching: bool = True,
         num_speculative_tokens: int = 0,
+        batch_invariant: bool = False,
         progress: bool = False,
     ) -> None:
         checkpoint = Checkpoint.open(model if model is not None else default_model())
@@ -99,8 +103,14 @@ class LLM:
                 )
         target = usable_target(device)
         torch_dtype = torch.bfloat16 if dtype == "auto" else _dtype(dtype)
+        if batch_invariant and target.vendor == "cpu":
+            raise ValueError(
+                "batch_invariant is True and device is cpu, whose libraries choose the order of a sum by the batch; "
+                "take a GPU, or device 'interpret'"
+            )
         formats = set(checkpoint.formats.values()) - {"bf16"}
-        self.ops = Ops.bind(target, facts_of(config, formats.pop() if formats else "bf16", torch_dtype, block_size))
+        facts = facts_of(config, formats.pop() if formats else "bf16", torch_dtype, block_size)
+        self.ops = Ops.bind(target, replace(facts, batch_invariant=batch_invariant))
         place = target.device_type
         per_page = page_bytes(config, block_size, torch_dtype.itemsize, num_speculative_tokens)
         longest = _longest_context(config, per_page, kv_cache_memory_bytes, max_num_batched_tokens, block_size)

@@ -18,7 +18,6 @@ from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from inkling_kernels.numerics import ExpertWeight
@@ -35,21 +34,28 @@ class Parts(Protocol):
     def row(self, name: str, inputs: int, outs: int) -> nn.Module: ...
 
 
+class Projection(nn.Module):
+    """A product with one weight `[outs, inputs]`, not initialised: it is about to be loaded."""
+
+    def __init__(self, ops: Ops, inputs: int, outs: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        self.ops, self.weight = ops, _weight(outs, inputs, dtype=dtype, device=device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.ops.linear(x, self.weight)
+
+
 class TorchParts:
-    """Plain `torch.nn.Linear` projections in one dtype on one device."""
+    """Whole projections in one dtype on one device, multiplied by the operation `linear`."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device | str) -> None:
-        self.dtype, self.device = dtype, device
-
-    def _linear(self, inputs: int, outs: int) -> nn.Module:
-        # skip_init: the weights are about to be loaded, and initialising a large model takes minutes.
-        return torch.nn.utils.skip_init(nn.Linear, inputs, outs, bias=False, dtype=self.dtype, device=self.device)
+    def __init__(self, ops: Ops, dtype: torch.dtype, device: torch.device | str) -> None:
+        self.ops, self.dtype, self.device = ops, dtype, device
 
     def column(self, name: str, inputs: int, outs: tuple[int, ...]) -> nn.Module:
-        return self._linear(inputs, sum(outs))
+        return self.row(name, inputs, sum(outs))
 
     def row(self, name: str, inputs: int, outs: int) -> nn.Module:
-        return self._linear(inputs, outs)
+        return Projection(self.ops, inputs, outs, self.dtype, self.device)
 
 
 def weight_of(projection: nn.Module) -> torch.Tensor:
@@ -80,7 +86,8 @@ class Attention(nn.Module):
         self.kv_sconv = _weight(2 * spec.kv_size, config.conv_kernel_size, dtype=torch.float32, device=device)
         self.q_norm = _weight(spec.head_dim, dtype=dtype, device=device)
         self.k_norm = _weight(spec.head_dim, dtype=dtype, device=device)
-        self.rel_proj = _weight(spec.d_rel, spec.extent, dtype=dtype, device=device)
+        # `[d_rel, extent]` with what belongs to a distance side by side, as the kernels read it.
+        self.rel_proj = nn.Parameter(_weight(spec.extent, spec.d_rel, dtype=dtype, device=device).detach().t())
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Where each canonical tensor lives."""
@@ -199,7 +206,7 @@ class MoE(nn.Module):
 
     def forward(self, m: torch.Tensor) -> torch.Tensor:
         config = self.config
-        logits = F.linear(m.float(), self.gate)
+        logits = self.ops.linear(m.float(), self.gate)
         ids, weights, sinks = self.ops.routing(
             logits, self.gate_bias, self.gate_scale, top_k=config.num_experts_per_tok, route_scale=config.route_scale
         )
@@ -297,7 +304,7 @@ class Inkling(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.ops, self.dtype = config, ops, dtype
-        parts = parts or TorchParts(dtype, device)
+        parts = parts or TorchParts(ops, dtype, device)
         self.embed = _weight(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         self.embed_norm = _weight(config.hidden_size, dtype=dtype, device=device)
         self.layers = nn.ModuleList(
@@ -329,7 +336,7 @@ class Inkling(nn.Module):
     def checked_logits(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`logits`, and for each row whether all of them are finite, `[N]` bool."""
         config = self.config
-        product = F.linear(hidden, self.unembed)
+        product = self.ops.linear(hidden, self.unembed)
         return self.ops.logits(
             product, vocabulary=config.unpadded_vocab_size, divisor=config.logits_mup_width_multiplier
         )

@@ -77,7 +77,7 @@ class MultiTokenPrediction(nn.Module):
         available = config.mtp.num_layers if config.mtp else 0
         if config.mtp is None or not 0 < depths <= available:
             raise ValueError(f"{depths} drafts asked of a model with {available} multi-token-prediction depths")
-        parts = parts or TorchParts(dtype, device)
+        parts = parts or TorchParts(ops, dtype, device)
         self.depths = nn.ModuleList(Depth(config, d, ops, parts, dtype, device) for d in range(depths))
         self.chain_norm = (
             nn.Parameter(torch.empty(config.hidden_size, dtype=dtype, device=device))

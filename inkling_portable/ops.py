@@ -39,6 +39,7 @@ class Ops:
     routing: Callable[..., tuple[Tensor, Tensor, Tensor]]
     moe_experts: Callable[..., Tensor]
     silu_mul: Callable[..., Tensor]
+    linear: Callable[..., Tensor]
     logits: Callable[..., tuple[Tensor, Tensor]]
 
     @classmethod
