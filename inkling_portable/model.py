@@ -43,7 +43,8 @@ class Attention(nn.Module):
         self.kv_sconv = parameter(2 * spec.kv_size, config.conv_kernel_size, dtype=torch.float32, device=device)
         self.q_norm = parameter(spec.head_dim, dtype=dtype, device=device)
         self.k_norm = parameter(spec.head_dim, dtype=dtype, device=device)
-        self.rel_proj = parameter(spec.d_rel, spec.extent, dtype=dtype, device=device)
+        # `[d_rel, extent]` with what belongs to a distance side by side, as the kernels read it.
+        self.rel_proj = nn.Parameter(parameter(spec.extent, spec.d_rel, dtype=dtype, device=device).detach().t())
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Where each canonical tensor lives."""
