@@ -29,6 +29,7 @@ CASES = {
     "cpu": "the shared model and engine against transformers' eager Inkling, on this machine's CPU (measured)",
     "account": "tiles, bytes, operations and roofline times of attention at the released sizes (computed)",
     "emulated": "wave instructions of attention beside vLLM's kernels for ROCm, on an emulator (counted)",
+    "gpu": "every kernel on this machine's GPU, beside torch's (measured; benchmarks/gpu.sh runs the tests before)",
 }
 MODULES = {"cpu": "cpu_case"}
 
