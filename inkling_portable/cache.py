@@ -52,7 +52,9 @@ class Batch:
     `cu_seqlens` `[B+1]`, `kv_lens` `[B]` (tokens including this step's rows) and `slots` `[B]` are int32; `tables`
     and `slot_mapping` are per kind of layer: `[B, max_pages]` int32 with -1 for absent pages, `[T]` int64 flat cache
     slots. `states` is indexed by layer; without it nothing is kept, every sequence starts here and all are equally
-    long (training). Where a host keeps the convolutions' inputs in pages, `slots` is their block table `[B, N]`.
+    long (training). Where a host keeps the convolutions' inputs in pages, `slots` is their block table `[B, N]`. No
+    sequence has more rows than `max_query_len` nor more tokens than `max_kv_len`, which the host knows without reading
+    a tensor (None: unknown); they choose between kernels. A captured step states its graph's bounds.
     """
 
     cu_seqlens: torch.Tensor
@@ -61,6 +63,8 @@ class Batch:
     tables: dict[str, torch.Tensor]
     slot_mapping: dict[str, torch.Tensor]
     states: Sequence[LayerState] | Mapping[int, LayerState] | None
+    max_query_len: int | None = None
+    max_kv_len: int | None = None
 
     @classmethod
     def uncached(cls, sequences: int, tokens: int, device: torch.device | str = "cpu") -> Batch:
@@ -73,6 +77,8 @@ class Batch:
             tables=dict.fromkeys((FULL, SLIDING), index[:, None]),
             slot_mapping={},
             states=None,
+            max_query_len=tokens,
+            max_kv_len=tokens,
         )
 
 
@@ -248,7 +254,8 @@ class Cache:
             tables[kind] = int32(table).view(len(seqs), width)  # type: ignore[arg-type]
             page = tables[kind].cpu()[owner, position // self.page_size].long()
             slot_mapping[kind] = (page * self.page_size + position % self.page_size).to(self.device)
-        return Batch(int32(cu), int32(ends), int32([s.slot for s in seqs]), tables, slot_mapping, self.layers)
+        slots, longest = int32([s.slot for s in seqs]), (max(rows, default=0), max(ends, default=0))
+        return Batch(int32(cu), int32(ends), slots, tables, slot_mapping, self.layers, *longest)
 
     def advance(self, seq: SequenceState, tokens: int) -> None:
         """Commit `tokens` more positions of the step just run."""

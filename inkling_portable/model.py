@@ -14,15 +14,15 @@ weight.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from inkling_kernels.numerics import ExpertWeight
 from inkling_portable.cache import Batch, LayerState, kind_of
 from inkling_portable.config import InklingConfig, LayerSpec
+from inkling_portable.experts import Experts, ExpertsLoader
 from inkling_portable.ops import Ops
 from inkling_portable.parts import Parts, TorchParts, parameter, weight_of
 
@@ -95,6 +95,8 @@ class Attention(nn.Module):
             batch.kv_lens,
             window=spec.window,
             scale=1.0 / spec.head_dim,
+            max_query_len=batch.max_query_len,
+            max_kv_len=batch.max_kv_len,
         )
         return self.wo(out.flatten(1))
 
@@ -137,6 +139,7 @@ class MoE(nn.Module):
         self.shared_w13 = parts.column(f"{name}.shared_w13", config.hidden_size, (2 * width,) * shared)
         self.shared_w2 = parts.row(f"{name}.shared_w2", shared * width, config.hidden_size)
         self.experts = Experts(
+            ops,
             ExpertWeight(
                 "bf16",
                 parameter(experts, 2 * width, config.hidden_size, dtype=dtype, device="meta"),
@@ -160,49 +163,13 @@ class MoE(nn.Module):
 
     def forward(self, m: torch.Tensor) -> torch.Tensor:
         config = self.config
-        logits = F.linear(m.float(), self.gate)
+        logits = self.ops.linear(m.float(), self.gate)
         ids, weights, sinks = self.ops.routing(
             logits, self.gate_bias, self.gate_scale, top_k=config.num_experts_per_tok, route_scale=config.route_scale
         )
-        routed = self.ops.moe_experts(m, self.experts.w13, self.experts.w2, self.experts.held(ids), weights)
+        routed = self.experts(m, ids, weights)
         per_unit = sinks.repeat_interleave(config.moe_intermediate_size, 1)
         return routed + self.shared_w2(self.ops.silu_mul(self.shared_w13(m), per_unit))
-
-
-class Experts(nn.Module):
-    """Holds the two expert weights of a layer in whatever format the checkpoint has; packed formats stay packed.
-
-    Under expert parallelism a rank holds those from number `first` on, as many as its weights have; None: all of them.
-    """
-
-    w13: ExpertWeight
-    w2: ExpertWeight
-    first: int | None = None
-
-    def __init__(self, w13: ExpertWeight, w2: ExpertWeight) -> None:
-        super().__init__()
-        self.hold("w13", w13)
-        self.hold("w2", w2)
-
-    def hold(self, name: str, weight: ExpertWeight) -> None:
-        """Replace one weight (`w13` or `w2`); parameters among its tensors are this module's, others its buffers."""
-        for part in ("data", "scale", "scale2"):
-            tensor = getattr(weight, part)
-            key = f"{name}_{part}"
-            self._parameters.pop(key, None)
-            self._buffers.pop(key, None)
-            if isinstance(tensor, nn.Parameter):
-                self.register_parameter(key, tensor)
-            elif tensor is not None:
-                self.register_buffer(key, tensor, persistent=False)
-        object.__setattr__(self, name, weight)
-
-    def held(self, ids: torch.Tensor) -> torch.Tensor:
-        """Numbers among the experts held here of the model's expert `ids`, -1 for one that another rank holds."""
-        if self.first is None:
-            return ids
-        own = ids - self.first
-        return torch.where((own >= 0) & (own < self.w13.num_experts), own, -1)
 
 
 class DecoderLayer(nn.Module):
@@ -240,28 +207,46 @@ class DecoderLayer(nn.Module):
         attn = {f"attn.{name}": tensor for name, tensor in self.attn.tensors().items()}
         return own | attn | {f"mlp.{name}": tensor for name, tensor in self.mlp.tensors().items()}
 
-    def forward(self, h: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def enter(self, h: torch.Tensor) -> torch.Tensor:
+        """`h` as the layer's `forward` takes it beside `h` itself: normed for its attention."""
+        normed: torch.Tensor = self.ops.rms_norm(h, self.attn_norm, self.eps)
+        return normed
+
+    def forward(
+        self, h: torch.Tensor, normed: torch.Tensor, batch: Batch, norm: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual stream behind the layer, and that normed by `norm` for whoever is next (as it is where that is
+        None); `normed` is `enter(h)`. Each norm rides on the convolution before it.
+        """
         state = batch.states[self.state_index] if batch.states is not None else None
-        y = self.attn(self.ops.rms_norm(h, self.attn_norm, self.eps), batch, state)
-        h = self._convolved(y, self.attn_sconv, state.attn_conv if state else None, batch, h)
-        y = self.mlp(self.ops.rms_norm(h, self.mlp_norm, self.eps))
-        return self._convolved(y, self.mlp_sconv, state.mlp_conv if state else None, batch, h)
+        y = self.attn(normed, batch, state)
+        h, m = self._convolved(y, self.attn_sconv, state and state.attn_conv, batch, h, self.mlp_norm)
+        return self._convolved(self.mlp(m), self.mlp_sconv, state and state.mlp_conv, batch, h, norm)
 
     def _convolved(
-        self, partial: torch.Tensor, weight: torch.Tensor, ring: torch.Tensor | None, batch: Batch, h: torch.Tensor
-    ) -> torch.Tensor:
-        """`h + conv(sum of the ranks' partial)`, each rank convolving channels of its own."""
-        where, own = (batch.slots, batch.cu_seqlens, batch.kv_lens), slice(self.own.start, self.own.stop)
-        y = self.ops.short_conv(self.parts.scatter(partial), weight, ring, *where, residual=h[:, own])
-        return self.parts.gather(y)
+        self,
+        partial: torch.Tensor,
+        weight: torch.Tensor,
+        ring: torch.Tensor | None,
+        batch: Batch,
+        h: torch.Tensor,
+        norm: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`h + conv(sum of the ranks' partial)`, each rank convolving channels of its own, and that normed."""
+        where, own = (batch.slots, batch.cu_seqlens, batch.kv_lens), self.own
+        if norm is not None and len(own) == h.shape[1]:
+            return self.ops.short_conv(partial, weight, ring, *where, h, norm_weight=norm, eps=self.eps)
+        y = self.ops.short_conv(self.parts.scatter(partial), weight, ring, *where, h[:, own.start : own.stop])
+        y = self.parts.gather(y)
+        return y, y if norm is None else self.ops.rms_norm(y, norm, self.eps)
 
 
 class Inkling(nn.Module):
     """The text backbone with embedding and head. Build it, then `load` canonical tensors, or initialise it for
     training.
 
-    `stage` are the layers that a rank of a pipeline holds (all of them by default). A host with a head of its own
-    (`head=False`) gives it what `head_input` makes of the hidden states.
+    `stage` are the layers that a rank of a pipeline holds (all of them by default). A host may have a head of its own
+    (`head=False`).
     """
 
     def __init__(
@@ -277,7 +262,7 @@ class Inkling(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.ops, self.dtype = config, ops, dtype
-        parts = parts or TorchParts(dtype, device)
+        parts = parts or TorchParts(ops, dtype, device)
         self.embed = parameter(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         self.embed_norm = parameter(config.hidden_size, dtype=dtype, device=device)
         # A layer keeps its number where others are missing.
@@ -300,19 +285,33 @@ class Inkling(nn.Module):
         """Run the rows `h` `[T, H]` (from `embedding`, placeholders replaced) and return the normed hidden states
         `[T, H]`.
         """
-        for layer in self.layers:
-            h = layer(h, batch)
-        return self.normed(h)
+        return self.through(h, lambda layer: batch, self.norm)[1]
 
-    def normed(self, h: torch.Tensor) -> torch.Tensor:
-        """The hidden states `[T, H]` of what the last layer yields."""
-        return self.ops.rms_norm(h, self.norm, self.config.rms_norm_eps)
+    def through(
+        self, h: torch.Tensor, batch_of: Callable[[DecoderLayer], Batch], norm: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows `h` `[T, H]` behind the layers held here, and those normed by `norm` (as they are where it is None).
+        `batch_of` gives the step as a layer's host keeps its state.
+        """
+        layers = list(self.decoder_layers())
+        normed = layers[0].enter(h)
+        for layer, behind in zip(layers, [*(layer.attn_norm for layer in layers[1:]), norm], strict=True):
+            h, normed = layer(h, normed, batch_of(layer), behind)
+        return h, normed
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits `[N, unpadded_vocab_size]`, float32, of normed hidden states `[N, H]`."""
+        return self.checked_logits(hidden)[0]
+
+    def checked_logits(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`logits`, and for each row whether all of them are finite, `[N]` bool."""
         if self.unembed is None:
             raise ValueError("the model was built without a head; its host computes logits")
-        return F.linear(head_input(self.config, hidden), self.unembed).float()
+        config = self.config
+        product = self.ops.linear(hidden, self.unembed)
+        return self.ops.logits(
+            product, vocabulary=config.unpadded_vocab_size, divisor=config.logits_mup_width_multiplier
+        )
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Where each canonical tensor (`llm.…`) lives: views into the parameters, experts aside (see `experts`)."""
@@ -344,21 +343,17 @@ class Inkling(nn.Module):
     def load(self, tensors: Iterable[tuple[str, torch.Tensor | ExpertWeight]]) -> None:
         """Copy canonical checkpoint tensors into the model, one at a time; the head's padded rows are left out.
 
-        The checkpoint has been inspected before, so an unknown name (`KeyError`) or another shape (`ValueError`) is a
-        defect.
+        Expert weights are brought into the form of their implementation, each of which checks itself on the first that
+        come (`SelfCheckFailed`). The checkpoint has been inspected before, so an unknown name (`KeyError`) or another
+        shape (`ValueError`) is a defect.
         """
-        places, experts = self.tensors(), self.experts()
+        places, experts, loader = self.tensors(), self.experts(), ExpertsLoader(self.ops, self.dtype)
         for name, value in tensors:
             if isinstance(value, ExpertWeight):
                 prefix, _, which = name.rpartition(".")
-                experts[prefix].hold(which, value)
+                loader.take(experts[prefix], which, value)
             else:
                 copy_into(places[name], value[: self.config.unpadded_vocab_size] if "unembed" in name else value, name)
-
-
-def head_input(config: InklingConfig, hidden: torch.Tensor) -> torch.Tensor:
-    """What the head multiplies, of normed hidden states `[N, H]` of the backbone or of a prediction depth."""
-    return hidden / config.logits_mup_width_multiplier
 
 
 def copy_into(target: torch.Tensor, value: torch.Tensor, name: str) -> None:

@@ -52,10 +52,13 @@ class Depth(nn.Module):
             **{f"transformer_block.{name}": tensor for name, tensor in self.block.tensors().items()},
         }
 
-    def forward(self, hidden: torch.Tensor, embedded: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def forward(
+        self, hidden: torch.Tensor, embedded: torch.Tensor, batch: Batch, norm: torch.Tensor | None
+    ) -> torch.Tensor:
         hidden = self.ops.rms_norm(hidden, self.hidden_norm, self.eps)
         embedded = self.ops.rms_norm(embedded, self.embed_norm, self.eps)
-        return self.block(self.input_proj(torch.cat([hidden, embedded], -1)), batch)
+        x = self.input_proj(torch.cat([hidden, embedded], -1))
+        return self.block(x, self.block.enter(x), batch, norm)[1]
 
 
 class MultiTokenPrediction(nn.Module):
@@ -75,8 +78,7 @@ class MultiTokenPrediction(nn.Module):
         available = config.mtp.num_layers if config.mtp else 0
         if config.mtp is None or not 0 < depths <= available:
             raise ValueError(f"{depths} drafts asked of a model with {available} multi-token-prediction depths")
-        parts = parts or TorchParts(dtype, device)
-        self.ops, self.eps = ops, config.rms_norm_eps
+        parts = parts or TorchParts(ops, dtype, device)
         self.depths = nn.ModuleList(Depth(config, d, ops, parts, dtype, device) for d in range(depths))
         self.chain_norm = (
             nn.Parameter(torch.empty(config.hidden_size, dtype=dtype, device=device))
@@ -90,8 +92,7 @@ class MultiTokenPrediction(nn.Module):
 
         The result feeds the next depth and, through the backbone's `logits`, drafts a token.
         """
-        y = self.depths[depth](hidden, embedded, batch)
-        return y if self.chain_norm is None else self.ops.rms_norm(y, self.chain_norm, self.eps)
+        return self.depths[depth](hidden, embedded, batch, self.chain_norm)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Where each canonical tensor (`mtp.…`) of the depths kept here lives."""

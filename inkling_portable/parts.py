@@ -7,6 +7,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from inkling_portable.ops import Ops
+
 
 class Parts(Protocol):
     """Makes the projections of the model and brings together what the ranks of a tensor-parallel group compute apart.
@@ -34,21 +36,28 @@ class Parts(Protocol):
         ...
 
 
+class Projection(nn.Module):
+    """`y = W x` without bias, computed by the operation `linear`."""
+
+    def __init__(self, ops: Ops, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.ops, self.weight = ops, weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.ops.linear(x, self.weight)
+
+
 class TorchParts:
-    """Plain `torch.nn.Linear` projections in one dtype on one device; the one rank there is holds every channel."""
+    """Whole projections in one dtype on one device; the one rank there is holds every channel."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device | str) -> None:
-        self.dtype, self.device = dtype, device
-
-    def _linear(self, inputs: int, outs: int) -> nn.Module:
-        # skip_init: the weights are about to be loaded, and initialising a large model takes minutes.
-        return torch.nn.utils.skip_init(nn.Linear, inputs, outs, bias=False, dtype=self.dtype, device=self.device)
+    def __init__(self, ops: Ops, dtype: torch.dtype, device: torch.device | str) -> None:
+        self.ops, self.dtype, self.device = ops, dtype, device
 
     def column(self, name: str, inputs: int, outs: tuple[int, ...]) -> nn.Module:
-        return self._linear(inputs, sum(outs))
+        return self.row(name, inputs, sum(outs))
 
     def row(self, name: str, inputs: int, outs: int) -> nn.Module:
-        return self._linear(inputs, outs)
+        return Projection(self.ops, parameter(outs, inputs, dtype=self.dtype, device=self.device))
 
     whole = row
 

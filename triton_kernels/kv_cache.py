@@ -26,7 +26,7 @@ from inkling_kernels.fp8 import fp8_fn
 from inkling_kernels.norm import normed_fn, rms_norm_ref
 from inkling_kernels.ragged import FLOATS, check_config, check_tensor, sequence_tile_fn
 from inkling_kernels.rel_attention_tile import FP8_KINDS, cache_operands
-from inkling_kernels.short_conv import check_conv, convolved_fn, keep_fn, owner_fn, short_conv_ref
+from inkling_kernels.short_conv import check_conv, convolved_fn, convolved_ref, keep_fn, owner_fn
 from inkling_kernels.target import Target
 
 
@@ -379,7 +379,7 @@ def qkvr_prep_ref(
             f"{head_dim} with d_rel {d_rel} need {q_size + 2 * kv_size + r_size}"
         )
     q, kv, r = qkvr.split([q_size, 2 * kv_size, r_size], -1)
-    kv = short_conv_ref(kv, conv_weight, state, slots, cu_seqlens, kv_lens)
+    kv = convolved_ref(kv, conv_weight, state, slots, cu_seqlens, kv_lens)
     q = rms_norm_ref(q.unflatten(-1, (num_heads, head_dim)), q_norm, eps)
     k = rms_norm_ref(kv[:, :kv_size].unflatten(-1, (num_kv_heads, head_dim)), k_norm, eps)
     v, r = kv[:, kv_size:].unflatten(-1, (num_kv_heads, head_dim)), r.unflatten(-1, (num_heads, d_rel))

@@ -21,7 +21,7 @@ from vllm.model_executor.models.utils import _merge_multimodal_embeddings, make_
 from vllm.sequence import IntermediateTensors
 
 from inkling_kernels.numerics import ExpertWeight
-from inkling_portable.model import DecoderLayer, Inkling, head_input
+from inkling_portable.model import DecoderLayer, Inkling
 from inkling_portable.mtp import MultiTokenPrediction
 from inkling_portable.tensor_table import Section
 from inkling_portable.towers import Towers
@@ -135,7 +135,7 @@ class PortableForCausalLM(Blocks, SupportsPP, SupportsLoRA):
         self.give_caches((f"model.layers.{layer.state_index}", layer) for layer in self.model.decoder_layers())
         vocabulary = config.unpadded_vocab_size
         self.lm_head = ParallelLMHead(vocabulary, config.hidden_size, params_dtype=build.dtype, prefix="lm_head")
-        self.logits_processor = LogitsProcessor(vocabulary)
+        self.logits_processor = LogitsProcessor(vocabulary, scale=1.0 / config.logits_mup_width_multiplier)
         self.make_empty_intermediate_tensors = make_empty_intermediate_tensors_factory(
             ["hidden_states"], config.hidden_size
         )
@@ -162,18 +162,17 @@ class PortableForCausalLM(Blocks, SupportsPP, SupportsLoRA):
             raise ValueError("the model was called without token ids, embeddings or an earlier stage's hidden states")
         out = torch.empty_like(h)
         self._layers(h, out)
-        return self.model.normed(out) if self.last else IntermediateTensors({"hidden_states": out})
+        return out if self.last else IntermediateTensors({"hidden_states": out})
 
     @eager_break_during_capture
     def _layers(self, h: torch.Tensor, out: torch.Tensor) -> None:
         # The shapes of a launch follow the number of sequences, which a piecewise graph does not fix: there the layers
         # run eagerly between the graphs, while a full graph of decode batches holds them.
-        for layer in self.model.decoder_layers():
-            h = layer(h, self.batch(layer.state_index, h))
-        out.copy_(h)
+        norm = self.model.norm if self.last else None
+        out.copy_(self.model.through(h, lambda layer: self.batch(layer.state_index, h), norm)[1])
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        return self.logits_processor(self.lm_head, head_input(self.build.config, hidden_states))
+        return self.logits_processor(self.lm_head, hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Fill the model from vLLM's stream. Raises `CheckpointError` listing what is missing or unknown."""
@@ -255,7 +254,8 @@ class PortableMTP(Blocks):
         )
         self.give_caches((f"mtp.{d}", block) for d, block in enumerate(self.model.blocks()))
         self.lm_head: nn.Module | None = None  # vLLM gives it the backbone's, and `model.embed_tokens` too
-        self.logits_processor = LogitsProcessor(build.config.unpadded_vocab_size)
+        scale = 1.0 / build.config.logits_mup_width_multiplier
+        self.logits_processor = LogitsProcessor(build.config.unpadded_vocab_size, scale=scale)
         self.requires_grad_(False)
 
     def embed_input_ids(
@@ -291,10 +291,10 @@ class PortableMTP(Blocks):
         out.copy_(self.model(depth, hidden, embedded, self.batch(index, hidden)))
 
     def compute_logits(self, hidden_states: torch.Tensor, spec_step_idx: int = 0) -> torch.Tensor | None:
-        return self.logits_processor(self.lm_head, head_input(self.build.config, hidden_states))
+        return self.logits_processor(self.lm_head, hidden_states)
 
     def get_top_tokens(self, hidden_states: torch.Tensor, spec_step_idx: int = 0) -> torch.Tensor:
-        return self.logits_processor.get_top_tokens(self.lm_head, head_input(self.build.config, hidden_states))
+        return self.logits_processor.get_top_tokens(self.lm_head, hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Fill the depths kept from vLLM's stream. Raises `CheckpointError` listing what is missing or unknown."""
