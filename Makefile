@@ -10,10 +10,13 @@
 #
 # PYTHON=...  the Python to start from (3.11 or later). If it has torch, that torch is used and never replaced.
 # TORCH=...   what pip installs where it has none. A plain `torch` would take the newest build, several GB with CUDA.
+# VLLM=...    the vLLM of its tests, which run in an environment of their own, on the CPU
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+VLLM ?= vllm==0.33.0
 VENV ?= .venv
+VLLM_VENV ?= .venv-vllm
 PYTEST_ARGS ?=
 
 # -P keeps the repository root off sys.path, where the folder triton_kernels/ would answer for Triton's package.
@@ -26,7 +29,7 @@ LONG_TESTS := tests/model tests/compile tests/vllm tests/test_memory.py tests/te
 	tests/kernels/test_rel_attention.py tests/kernels/test_rel_attention_decode.py
 
 .NOTPARALLEL:
-.PHONY: help demo test check compile-all emulate lint types format readme wheel clean
+.PHONY: help demo test test-vllm check compile-all emulate lint types format readme wheel clean
 .DELETE_ON_ERROR:
 
 help:
@@ -44,8 +47,16 @@ $(VENV)/test.stamp: pyproject.toml .ci/environment.py
 demo: $(VENV)/run.stamp
 	$(VENV)/bin/inkling demo
 
-test: $(VENV)/test.stamp
-	$(RUN) -m pytest -m "not gpu and not slow" $(PYTEST_ARGS)
+$(VLLM_VENV)/test.stamp: pyproject.toml .ci/environment.py .ci/vllm_environment.py
+	$(PYTHON) .ci/vllm_environment.py $(VLLM_VENV) --torch '$(TORCH)' --vllm '$(VLLM)'
+	@touch $@
+
+test: $(VENV)/test.stamp test-vllm
+	$(RUN) -m pytest -m "not gpu and not slow" --ignore=tests/vllm $(PYTEST_ARGS)
+
+# Tests with vLLM itself, in an environment that has its wheel.
+test-vllm: $(VLLM_VENV)/test.stamp
+	$(VLLM_VENV)/bin/python -P -m pytest -m "not gpu and not slow" tests/vllm $(PYTEST_ARGS)
 
 check: lint types
 	$(RUN) -m pytest -m "not gpu and not slow" $(addprefix --ignore=,$(LONG_TESTS)) --ignore-glob='*_mutants.py' $(PYTEST_ARGS)
@@ -78,5 +89,5 @@ wheel: $(VENV)/test.stamp
 	$(RUN) -m pip wheel --no-deps --no-build-isolation --wheel-dir dist .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
