@@ -50,16 +50,11 @@ def _scores_fn(scores, like, q, keys, page_stride, stride, table, page, low, end
 def _add_bias_fn(scores, like, r, proj, extent, count):
     """Add `r . proj` at each of the nearest `extent` of `count` keys, the last of which is at distance 0."""
     near, d_rel = min(extent, count), r.shape[1]
-    bias, f = np.zeros((4, near), np.float32), np.zeros((4, 4), np.float32)
-    for d in range(0, d_rel, 4):
+    for d in range(0, near, 4):
+        found = dots_fn(r, four_fn(like, proj, d_rel, d, near - 1, d_rel))
         for i in range(4):
-            for c in range(4):
-                f[i, c] = r[i, d + c] if d + c < d_rel else 0
-        blend_fn(bias[0], bias[1], bias[2], bias[3], f, four_fn(like, proj, extent, d, d_rel - 1, near))
-    for i in range(4):
-        row, own = scores[i, :count], bias[i]
-        for d in range(near):
-            row[count - 1 - d] += own[d]
+            for c in range(min(4, near - d)):
+                scores[i, count - 1 - d - c] += found[4 * i + c]
 
 
 @jit
@@ -169,6 +164,8 @@ def rel_attention(
         return rel_attention_ref(
             q, r, k_pages, v_pages, proj, block_table, cu_seqlens, kv_lens, window=window, scale=scale
         )
+    # What belongs to a distance lies side by side, as the model keeps it.
+    proj = proj.t().contiguous().t()
     rows, heads, dim = q.shape
     (pages, page, kv_heads, _), (d_rel, extent), batch = k_pages.shape, proj.shape, len(kv_lens)
     fits = (
@@ -179,7 +176,6 @@ def rel_attention(
         and q.stride()[1:] == (dim, 1)
         and r.stride()[1:] == (d_rel, 1)
         and k_pages.stride(3) == v_pages.stride(3) == 1
-        and proj.is_contiguous()
         and block_table.dtype == cu_seqlens.dtype == kv_lens.dtype == torch.int32
         and block_table.is_contiguous()
         and len(block_table) == batch == len(cu_seqlens) - 1
