@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import torch
 
-from inkling_kernels.numerics import BLOCK, ExpertWeight, Format
+from inkling_kernels.numerics import BLOCK, FORMATS, ExpertWeight, Format
 from inkling_kernels.target import TARGETS, Target
 from inkling_portable.cache import FULL, SLIDING
 from inkling_portable.checkpoint_writer import expert_format
@@ -81,6 +81,31 @@ class Plan:
             "wish": asdict(self.wish), "parts": self.parts, "needed": self.needed, "memory": self.memory,
             "usable": self.usable, "fits": self.fits,
         }  # fmt: skip
+
+
+def wish_of(format: str | None, max_model_len: int, max_num_seqs: int, kv_cache_dtype: str, drafts: int) -> Wish:
+    """The wish that options of the command line make, for one device. ValueError naming an option that is wrong."""
+    if kv_cache_dtype not in ("auto", "fp8"):
+        raise ValueError(f"--kv-cache-dtype is {kv_cache_dtype!r}; expected auto or fp8")
+    if format is not None and format not in FORMATS:
+        raise ValueError(f"--format is {format!r}; expected one of {', '.join(FORMATS)}")
+    itemsize = 1 if kv_cache_dtype == "fp8" else 2
+    return Wish(1, format, max_model_len, max_num_seqs, drafts, itemsize)  # type: ignore[arg-type]
+
+
+def bytes_of(gib: float) -> int:
+    """Bytes of a device given in GiB on the command line."""
+    if gib <= 0:
+        raise ValueError(f"--memory is {gib:g}; expected a positive number of GiB")
+    return int(gib * GIB)
+
+
+def words(wish: Wish) -> str:
+    """A wish in words."""
+    devices = "1 device" if wish.size == 1 else f"{wish.size} devices"
+    format = f"{wish.format} experts" if wish.format else "the model's own format"
+    extras = (", fp8 cache" if wish.kv_itemsize == 1 else "") + (f", {wish.drafts} drafts" if wish.drafts else "")
+    return f"{devices}, {format}, {wish.max_num_seqs} sequences of {wish.max_model_len} tokens{extras}"
 
 
 def model_config(name: str) -> InklingConfig:

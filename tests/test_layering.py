@@ -26,6 +26,7 @@ LAYERS = {
     "inkling_portable.engine": ENGINE,
     "inkling_portable.llm": ENGINE,
     "inkling_portable.plan": ENGINE,
+    "inkling_portable.recipe": ENGINE,
     "inkling_portable.selfcheck": ENGINE,
     "inkling_portable.cli": FRONT,
     "inkling_portable.commands": FRONT,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -37,32 +38,21 @@ def plan(
 
     Reads config.json alone; needs no GPU. The exit code is 1 where it does not fit.
     """
-    from inkling_kernels.numerics import FORMATS
     from inkling_kernels.target import Target
     from inkling_portable import plan as plans
 
-    if kv_cache_dtype not in ("auto", "fp8"):
-        raise ValueError(f"--kv-cache-dtype is {kv_cache_dtype!r}; expected auto or fp8")
-    if format is not None and format not in FORMATS:
-        raise ValueError(f"--format is {format!r}; expected one of {', '.join(FORMATS)}")
-    if memory is not None and memory <= 0:
-        raise ValueError(f"--memory is {memory:g}; expected a positive number of GiB")
+    wish = plans.wish_of(format, max_model_len, max_num_seqs, kv_cache_dtype, speculative)
+    wish = replace(wish, size=tensor_parallel_size)
+    size = plans.bytes_of(memory) if memory is not None else None
     config = plans.model_config(model)
-    wish = plans.Wish(
-        size=tensor_parallel_size,
-        format=format,  # type: ignore[arg-type]
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        drafts=speculative,
-        kv_itemsize=1 if kv_cache_dtype == "fp8" else 2,
-    )
     if target is None and memory is None:
         return _everywhere(config, wish, json)
     device = Target.parse(target) if target is not None else None
-    size = int(memory * plans.GIB) if memory is not None else plans.memory_of(device)  # type: ignore[arg-type]
+    if size is None and device is not None:
+        size = plans.memory_of(device)
     found = plans.plan(config, wish, size)
     missing = plans.unsupported(config, wish, device) if device is not None else None
-    others = [] if found.fits else list(plans.alternatives(config, wish, size))
+    others = [] if found.fits or size is None else list(plans.alternatives(config, wish, size))
     if json:
         record: dict[str, Any] = {"target": device and str(device), "unsupported": missing, **found.to_dict()}
         typer.echo(json_module.dumps(record | {"alternatives": [each.to_dict() for each in others]}, indent=2))
@@ -102,7 +92,7 @@ def _print(found: Plan, device: Target | None, missing: str | None, others: list
     from rich.console import Console
     from rich.table import Table
 
-    from inkling_portable.plan import GIB, USABLE
+    from inkling_portable.plan import GIB, USABLE, words
 
     table = Table(box=box.SIMPLE, pad_edge=False)
     table.add_column("part", no_wrap=True)
@@ -116,17 +106,10 @@ def _print(found: Plan, device: Target | None, missing: str | None, others: list
     console = Console()
     console.print(table)
     where = f"{device} ({device.name})" if device is not None else "this memory"
-    console.print(f"{_words(found.wish)}: {'fits' if found.fits else 'does not fit'} {where}.", highlight=False)
+    console.print(f"{words(found.wish)}: {'fits' if found.fits else 'does not fit'} {where}.", highlight=False)
     if missing:
         console.print(f"It cannot run there: {missing}.", highlight=False)
     for each in others:
-        console.print(f"This would fit: {_words(each.wish)}.", highlight=False)
+        console.print(f"This would fit: {words(each.wish)}.", highlight=False)
     if not found.fits and not others:
         console.print("Nothing near it fits: take a smaller model or larger devices.", highlight=False)
-
-
-def _words(wish: Wish) -> str:
-    devices = "1 device" if wish.size == 1 else f"{wish.size} devices"
-    cache = ", fp8 cache" if wish.kv_itemsize == 1 else ""
-    format = f"{wish.format} experts" if wish.format else "the model's own format"
-    return f"{devices}, {format}, {wish.max_num_seqs} sequences of {wish.max_model_len} tokens{cache}"

@@ -85,6 +85,7 @@ def facts_of(vllm_config: VllmConfig, config: InklingConfig, experts: int, forma
     cache, dtype = vllm_config.cache_config, str(vllm_config.model_config.dtype).removeprefix("torch.")
     # vLLM cuts blocks of other sizes into the largest pages that divide them.
     block = cache.block_size or PAGE_SIZES[0]
+    parallel = vllm_config.parallel_config
     return Facts(
         format=format,
         dtype=dtype,
@@ -97,6 +98,7 @@ def facts_of(vllm_config: VllmConfig, config: InklingConfig, experts: int, forma
         expert_width=config.moe_intermediate_size or 1,
         top_k=config.num_experts_per_tok or 1,
         conv_width=config.conv_kernel_size,
+        ep_size=parallel.tensor_parallel_size if parallel.enable_expert_parallel else 1,
     )
 
 
