@@ -76,9 +76,6 @@ def _rel_attention_kernel(
     if WINDOW:
         low = tl.maximum(first - window + 1, 0)
     begin = low // BLOCK_N * BLOCK_N
-    # Tiles before `edge` hold no key ahead of token 0; tiles before `near` only keys beyond every token's extent.
-    edge = tl.maximum(tl.maximum(first + 1, 0) // BLOCK_N * BLOCK_N, begin)
-    near = tl.minimum(tl.maximum(tl.maximum(first + 1 - extent, 0) // BLOCK_N * BLOCK_N, begin), edge)
     k_ptr += kv_head * k_strides[2]
     v_ptr += kv_head * v_strides[2]
     table_ptr += seq.to(tl.int64) * table_stride
@@ -88,22 +85,36 @@ def _rel_attention_kernel(
     acc = tl.zeros([BLOCK_M, D], tl.float32)
     peak = tl.full([BLOCK_M], FLOOR, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    if WINDOW:
+        # Tiles before `inside` hold keys that have left the last token's window.
+        inside = tl.maximum(first + TOKENS - window + BLOCK_N - 1, 0) // BLOCK_N * BLOCK_N
+        inside = tl.maximum(tl.minimum(inside, high), begin)
+        acc, peak, total = attend_fn(
+            acc, peak, total, q, r_wide, r_wide, k_ptr, v_ptr, proj_ptr, table_ptr, k_strides, v_strides, proj_strides,
+            first, token, begin, inside, low, high, window, extent, scale,
+            D, D_REL, TOKENS, 0, BLOCK_N, PAGE, FP8, BIAS=True, WINDOW=True, CAUSAL=True, APART=True,
+        )  # fmt: skip
+        begin = inside
+    # Tiles before `edge` hold no key ahead of token 0.
+    edge = tl.maximum(tl.maximum(first + 1, 0) // BLOCK_N * BLOCK_N, begin)
     if FAR:
+        # Tiles before `near` hold only keys beyond every token's extent.
+        near = tl.minimum(tl.maximum(tl.maximum(first + 1 - extent, 0) // BLOCK_N * BLOCK_N, begin), edge)
         acc, peak, total = attend_fn(
             acc, peak, total, q, r_wide, r_wide, k_ptr, v_ptr, proj_ptr, table_ptr, k_strides, v_strides, proj_strides,
             first, token, begin, near, low, high, window, extent, scale,
-            D, D_REL, TOKENS, 0, BLOCK_N, PAGE, FP8, BIAS=False, WINDOW=WINDOW, CAUSAL=False,
+            D, D_REL, TOKENS, 0, BLOCK_N, PAGE, FP8, BIAS=False, WINDOW=False, CAUSAL=False, APART=False,
         )  # fmt: skip
         begin = near
     acc, peak, total = attend_fn(
         acc, peak, total, q, r_wide, r_wide, k_ptr, v_ptr, proj_ptr, table_ptr, k_strides, v_strides, proj_strides,
         first, token, begin, edge, low, high, window, extent, scale,
-        D, D_REL, TOKENS, 0, BLOCK_N, PAGE, FP8, BIAS=True, WINDOW=WINDOW, CAUSAL=False,
+        D, D_REL, TOKENS, 0, BLOCK_N, PAGE, FP8, BIAS=True, WINDOW=False, CAUSAL=False, APART=False,
     )  # fmt: skip
     acc, peak, total = attend_fn(
         acc, peak, total, q, r_wide, r_wide, k_ptr, v_ptr, proj_ptr, table_ptr, k_strides, v_strides, proj_strides,
         first, token, edge, high, low, high, window, extent, scale,
-        D, D_REL, TOKENS, 0, BLOCK_N, PAGE, FP8, BIAS=True, WINDOW=WINDOW, CAUSAL=True,
+        D, D_REL, TOKENS, 0, BLOCK_N, PAGE, FP8, BIAS=True, WINDOW=False, CAUSAL=True, APART=True,
     )  # fmt: skip
     # A row without keys has total 0 and acc 0; a NaN total stays NaN. Rows of padding share the tile's keys, and are 0.
     out = tl.where(live[:, None], acc / tl.where(total == 0.0, 1.0, total)[:, None], 0.0)
