@@ -16,12 +16,12 @@ from inkling_portable.dispatch import ROWS
 
 @pytest.fixture(scope="module")
 def runs() -> Iterator[dict[tuple[str, str], Future[emulate.Outcome]]]:
-    """Every suite on every chip of CI, one process a chip at a time."""
+    """The core of every suite on every chip of CI, one process a chip at a time."""
     if emulator.folder() is None:
         pytest.skip(emulator.ABSENT)
     pools = {target: ThreadPoolExecutor(1) for target in emulate.FIRST}
     yield {
-        (module, target): pools[target].submit(emulate.run, suite, target)
+        (module, target): pools[target].submit(emulate.run, suite, target, drawn=False)
         for module, suite in emulate.SUITES.items()
         for target in emulate.FIRST
     }
