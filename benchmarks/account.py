@@ -78,7 +78,7 @@ def ours(spec: LayerSpec, case: Case, target: Target) -> Cost:
     sizes = (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.extent, spec.window)
     if case.rows <= 9:
         decode = rel_attention_decode_plan(
-            case.batch, *sizes, max_query_len=case.rows, max_keys=case.context, target=target
+            case.batch, *sizes, max_query_len=case.rows, max_kv_len=case.context, target=target
         )
         work = decode.work(case.q_lens, case.kv_lens)
     else:

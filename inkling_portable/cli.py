@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from inkling_portable.commands.check import check
 from inkling_portable.commands.demo import demo
 from inkling_portable.commands.explain import explain
 from inkling_portable.commands.generate import generate
@@ -36,6 +37,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(demo)
 app.command()(explain)
+app.command()(check)
 app.command()(quantize)
 
 

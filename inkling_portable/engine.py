@@ -147,8 +147,8 @@ class Engine:
         ids = [t for request, at, n in spans for t in request.tokens[at : at + n] + request.drafts]
         hidden = self.model(self._embed(ids, spans), batch)
         yielding = self._yielding(plan)
-        logits = self.model.logits(hidden[self._index([row for _, span in yielding for row in span])])
-        events = self._commit(plan, hidden, yielding, logits)
+        rows = self._index([row for _, span in yielding for row in span])
+        events = self._commit(plan, hidden, yielding, *self.model.checked_logits(hidden[rows]))
         sound = [request for request, _ in plan if request.output.finish_reason != "error"]
         self._draft(sound)
         for request in sound:
@@ -228,9 +228,9 @@ class Engine:
         hidden: torch.Tensor,
         yielding: list[tuple[Request, range]],
         logits: torch.Tensor,
+        sound: torch.Tensor,
     ) -> list[tuple[RequestOutput, str]]:
-        finite = torch.isfinite(logits).all(-1).tolist()
-        events, at = self._fail_unread(plan, hidden), 0
+        events, at, finite = self._fail_unread(plan, hidden), 0, sound.tolist()
         committed = {id(request): n for request, n in plan}
         for request, span in yielding:
             # Rows behind a draft that makes the logits overflow say nothing of the tokens before it.

@@ -22,6 +22,7 @@ from inkling_kernels.target import usable_target
 from inkling_portable.cache import FULL, SLIDING, kind_of
 from inkling_portable.checkpoint import Checkpoint
 from inkling_portable.config import InklingConfig
+from inkling_portable.conversion import Conversion
 from inkling_portable.dispatch import Facts
 from inkling_portable.engine import Engine
 from inkling_portable.model import Inkling
@@ -59,7 +60,9 @@ class LLM:
     """A model with its tokenizer, ready to generate; arguments are named after vLLM's.
 
     `model` is a checkpoint folder or hub id; without one the small trained model that comes with the package is used.
-    `dtype` 'auto' is bfloat16, the dtype of the released checkpoints. The caches hold `max_num_seqs` sequences of
+    `dtype` 'auto' is bfloat16, the dtype of the released checkpoints. `moe_format` (bf16, nvfp4 or mxfp4) is the format
+    in which the routed experts are held, the checkpoint's where it is None; `conversion` then says what error that
+    added. The caches hold `max_num_seqs` sequences of
     `max_model_len` tokens within `kv_cache_memory_bytes`; a context that does not fit is an error that says what
     does.
     """
@@ -69,6 +72,7 @@ class LLM:
         model: str | Path | None = None,
         *,
         dtype: str | torch.dtype = "auto",
+        moe_format: str | None = None,
         device: str = "cpu",
         max_model_len: int | None = None,
         max_num_seqs: int = 8,
@@ -99,8 +103,10 @@ class LLM:
                 )
         target = usable_target(device)
         torch_dtype = torch.bfloat16 if dtype == "auto" else _dtype(dtype)
-        formats = set(checkpoint.formats.values()) - {"bf16"}
-        self.ops = Ops.bind(target, facts_of(config, formats.pop() if formats else "bf16", torch_dtype, block_size))
+        self.conversion = Conversion.of(checkpoint, moe_format)
+        packed = set(checkpoint.formats.values()) - {"bf16"}
+        held = self.conversion.target if self.conversion else packed.pop() if packed else "bf16"
+        self.ops = Ops.bind(target, facts_of(config, held, torch_dtype, block_size))
         place = target.device_type
         per_page = page_bytes(config, block_size, torch_dtype.itemsize, num_speculative_tokens)
         longest = _longest_context(config, per_page, kv_cache_memory_bytes, max_num_batched_tokens, block_size)
@@ -138,7 +144,7 @@ class LLM:
         )
 
     def _load(self, checkpoint: Checkpoint, dtype: torch.dtype, device: str, progress: bool) -> None:
-        tensors = load_tensors(checkpoint, dtype, device, progress=progress)
+        tensors = load_tensors(checkpoint, dtype, device, conversion=self.conversion, progress=progress)
         for room, group in groupby(tensors, key=lambda item: item[0].partition(".")[0]):
             if room == "llm":
                 self.model.load(group)

@@ -22,8 +22,9 @@ from torch import nn
 from inkling_kernels.numerics import ExpertWeight
 from inkling_portable.cache import Batch
 from inkling_portable.config import InklingConfig
-from inkling_portable.model import DecoderLayer, Parts, TorchParts, copy_into, weight_of
+from inkling_portable.model import DecoderLayer, copy_into
 from inkling_portable.ops import Ops
+from inkling_portable.parts import Parts, TorchParts, weight_of
 
 
 class Depth(nn.Module):
@@ -36,7 +37,7 @@ class Depth(nn.Module):
         self.ops, self.eps = ops, config.rms_norm_eps
         self.hidden_norm = nn.Parameter(torch.empty(config.hidden_size, dtype=dtype, device=device))
         self.embed_norm = nn.Parameter(torch.empty(config.hidden_size, dtype=dtype, device=device))
-        self.input_proj = parts.row(f"mtp.{depth}.input_proj", 2 * config.hidden_size, config.hidden_size)
+        self.input_proj = parts.whole(f"mtp.{depth}.input_proj", 2 * config.hidden_size, config.hidden_size)
         index = config.num_hidden_layers + depth
         self.block = DecoderLayer(
             config, config.mtp_layer(depth), ops, parts, f"mtp.{depth}", dtype, device, state_index=index
@@ -51,10 +52,13 @@ class Depth(nn.Module):
             **{f"transformer_block.{name}": tensor for name, tensor in self.block.tensors().items()},
         }
 
-    def forward(self, hidden: torch.Tensor, embedded: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def forward(
+        self, hidden: torch.Tensor, embedded: torch.Tensor, batch: Batch, norm: torch.Tensor | None
+    ) -> torch.Tensor:
         hidden = self.ops.rms_norm(hidden, self.hidden_norm, self.eps)
         embedded = self.ops.rms_norm(embedded, self.embed_norm, self.eps)
-        return self.block(self.input_proj(torch.cat([hidden, embedded], -1)), batch)
+        x = self.input_proj(torch.cat([hidden, embedded], -1))
+        return self.block(x, self.block.enter(x), batch, norm)[1]
 
 
 class MultiTokenPrediction(nn.Module):
@@ -74,8 +78,7 @@ class MultiTokenPrediction(nn.Module):
         available = config.mtp.num_layers if config.mtp else 0
         if config.mtp is None or not 0 < depths <= available:
             raise ValueError(f"{depths} drafts asked of a model with {available} multi-token-prediction depths")
-        parts = parts or TorchParts(dtype, device)
-        self.ops, self.eps = ops, config.rms_norm_eps
+        parts = parts or TorchParts(ops, dtype, device)
         self.depths = nn.ModuleList(Depth(config, d, ops, parts, dtype, device) for d in range(depths))
         self.chain_norm = (
             nn.Parameter(torch.empty(config.hidden_size, dtype=dtype, device=device))
@@ -89,8 +92,7 @@ class MultiTokenPrediction(nn.Module):
 
         The result feeds the next depth and, through the backbone's `logits`, drafts a token.
         """
-        y = self.depths[depth](hidden, embedded, batch)
-        return y if self.chain_norm is None else self.ops.rms_norm(y, self.chain_norm, self.eps)
+        return self.depths[depth](hidden, embedded, batch, self.chain_norm)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Where each canonical tensor (`mtp.…`) of the depths kept here lives."""

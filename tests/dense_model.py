@@ -132,9 +132,9 @@ class Watched(Engine):
         self.steps: list[tuple[int, int]] = []  # (request, accepted) of all that verified drafts
         self.requests: dict[int, Any] = {}
 
-    def _commit(self, plan: Any, hidden: Any, yielding: Any, logits: torch.Tensor) -> Any:
+    def _commit(self, plan: Any, hidden: Any, yielding: Any, logits: torch.Tensor, sound: torch.Tensor) -> Any:
         before = [(request, len(request.tokens), len(request.drafts)) for request, _ in yielding]
-        events, at = super()._commit(plan, hidden, yielding, logits), 0
+        events, at = super()._commit(plan, hidden, yielding, logits, sound), 0
         for (request, length, drafts), (_, span) in zip(before, yielding, strict=True):
             gained = len(request.tokens) - length
             self.requests[request.index] = request

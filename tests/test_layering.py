@@ -25,6 +25,7 @@ LAYERS = {
     "inkling_portable.ops": DISPATCH,
     "inkling_portable.engine": ENGINE,
     "inkling_portable.llm": ENGINE,
+    "inkling_portable.selfcheck": ENGINE,
     "inkling_portable.cli": FRONT,
     "inkling_portable.commands": FRONT,
     "inkling_portable.vllm_plugin": FRONT,

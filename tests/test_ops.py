@@ -104,7 +104,7 @@ def test_a_bug_in_an_implementation_keeps_its_traceback(tmp_path: Path, monkeypa
     (tmp_path / "has_a_bug.py").write_text("1 / 0")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ZeroDivisionError):
-        load(replace(ROWS[0], impl="has_a_bug:f"))
+        load(replace(ROWS[0], impl="has_a_bug:f"), CPU)
 
 
 def test_the_interpreter_must_be_on_before_kernels_are_imported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from inkling_kernels.fp8 import fp8_fn
 from inkling_kernels.norm import normed_fn, rms_norm_ref
 from inkling_kernels.ragged import FLOATS, check_config, check_tensor, sequence_tile_fn
 from inkling_kernels.rel_attention_tile import FP8_KINDS, cache_operands
-from inkling_kernels.short_conv import check_conv, convolved_fn, keep_fn, short_conv_ref
+from inkling_kernels.short_conv import check_conv, convolved_fn, convolved_ref, keep_fn, owner_fn
 from inkling_kernels.target import Target
 
 
@@ -74,8 +74,9 @@ def _tau_fn(position, n_floor, alpha):
 def _qkvr_prep_kernel(
     q_ptr, r_ptr, k_ptr, v_ptr, x_ptr, weight_ptr, q_norm_ptr, k_norm_ptr, state_ptr, slots_ptr, cu_ptr, kv_lens_ptr,
     mapping_ptr, k_scale_ptr, v_scale_ptr, rows, batch, ring, page, eps, n_floor, alpha, x_strides, weight_strides,
-    state_strides, k_strides, v_strides, scale_stride, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
-    D_REL: tl.constexpr, WIDTH: tl.constexpr, BLOCK_T: tl.constexpr, FP8: tl.constexpr, TAU: tl.constexpr,
+    state_strides, slots_strides, k_strides, v_strides, scale_stride, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    D: tl.constexpr, D_REL: tl.constexpr, WIDTH: tl.constexpr, BLOCK_T: tl.constexpr, PAGED: tl.constexpr,
+    FP8: tl.constexpr, TAU: tl.constexpr,
 ):  # fmt: skip
     seq, begin, length, covered, local, start = sequence_tile_fn(
         cu_ptr, kv_lens_ptr, tl.program_id(0), rows, batch, BLOCK_T
@@ -95,16 +96,16 @@ def _qkvr_prep_kernel(
         x_at, state_at, every = column * x_strides[1], channel * state_strides[2], dim >= 0
         slot = -1
         if state_ptr is not None:
-            slot = tl.load(slots_ptr + seq)
+            slot, slots_ptr = owner_fn(slots_ptr, slots_strides, seq, PAGED)
         y = convolved_fn(
             x_ptr, x_strides[0], x_at, weight_ptr, channel * weight_strides[0], weight_strides[1],
-            state_ptr, state_strides[0], state_strides[1], state_at, slot, ring, begin, length, local, start, every,
-            WIDTH, BLOCK_T,
+            state_ptr, state_strides[0], state_strides[1], state_at, slot, slots_ptr, slots_strides[1], ring, begin,
+            length, local, start, every, WIDTH, BLOCK_T, PAGED,
         ).to(dtype)  # fmt: skip
         if state_ptr is not None:
             keep_fn(
                 x_ptr, x_strides[0], x_at, state_ptr, state_strides[0], state_strides[1], state_at,
-                slot, ring, begin, length, local, start, every, BLOCK_T,
+                slot, slots_ptr, slots_strides[1], ring, begin, length, local, start, every, BLOCK_T, PAGED,
             )  # fmt: skip
         at = tl.load(mapping_ptr + row, mask=(index < length) & (start + index >= 0), other=-1)
         if head < KV_HEADS:
@@ -218,10 +219,11 @@ def qkvr_prep(
         q, r, *pages, qkvr, conv_weight, q_norm, k_norm, state, slots, cu_seqlens, kv_lens, slot_mapping, *scales, rows,
         batch, state.shape[1] if state is not None else 1, k_pages.shape[1], float(eps),
         float(log_scaling_n_floor or 1), float(log_scaling_alpha), qkvr.stride(), conv_weight.stride(),
-        state.stride() if state is not None else (0, 0, 0), k_pages.stride(), v_pages.stride(), scale_stride,
+        state.stride() if state is not None else (0, 0, 0), (*slots.stride(), 0)[:2], k_pages.stride(),
+        v_pages.stride(), scale_stride,
         HEADS=num_heads, KV_HEADS=num_kv_heads, D=head_dim, D_REL=d_rel, WIDTH=conv_weight.shape[1],
-        BLOCK_T=plan.block_t, FP8=FP8_KINDS[k_pages.dtype] if kv_scales else 0, TAU=tau, num_warps=plan.num_warps,
-        enable_fp_fusion=True,
+        BLOCK_T=plan.block_t, PAGED=slots.dim() == 2, FP8=FP8_KINDS[k_pages.dtype] if kv_scales else 0, TAU=tau,
+        num_warps=plan.num_warps, enable_fp_fusion=True,
     )  # fmt: skip
     return q, r, k_pages, v_pages
 
@@ -377,7 +379,7 @@ def qkvr_prep_ref(
             f"{head_dim} with d_rel {d_rel} need {q_size + 2 * kv_size + r_size}"
         )
     q, kv, r = qkvr.split([q_size, 2 * kv_size, r_size], -1)
-    kv = short_conv_ref(kv, conv_weight, state, slots, cu_seqlens, kv_lens)
+    kv = convolved_ref(kv, conv_weight, state, slots, cu_seqlens, kv_lens)
     q = rms_norm_ref(q.unflatten(-1, (num_heads, head_dim)), q_norm, eps)
     k = rms_norm_ref(kv[:, :kv_size].unflatten(-1, (num_kv_heads, head_dim)), k_norm, eps)
     v, r = kv[:, kv_size:].unflatten(-1, (num_kv_heads, head_dim)), r.unflatten(-1, (num_heads, d_rel))

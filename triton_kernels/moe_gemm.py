@@ -181,7 +181,7 @@ def moe_experts(
     )
     if out.numel() == 0:
         return out
-    if plan.tiles == 0:
+    if plan.tiles == 0 or experts == 0:
         return out.zero_()
     order, offsets = sort_by_expert(ids, experts, target=target)
     tile_map = torch.empty(2, plan.tiles, dtype=torch.int32, device=x.device)
@@ -242,8 +242,8 @@ def _check(
             f"{op}: w2 is {[w2.num_experts, w2.rows, w2.cols]}; expected {[experts, hidden, width]}, as w13 is "
             f"{[experts, w13.rows, hidden]}"
         )
-    if not 0 < experts <= MAX_EXPERTS:
-        raise ValueError(f"{op}: w13 has {experts} experts; expected 1 to {MAX_EXPERTS}")
+    if experts > MAX_EXPERTS:
+        raise ValueError(f"{op}: w13 has {experts} experts; expected at most {MAX_EXPERTS}")
     dtypes = FLOATS if w13.format == "bf16" else (torch.bfloat16, torch.float32)
     check_tensor(op, "x", x, (None, hidden), dtypes)
     for name, weight in (("w13", w13), ("w2", w2)):

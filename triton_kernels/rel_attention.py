@@ -10,7 +10,8 @@ verification. `scale` is `1 / head_dim` (q and k are normalised per head). Log s
 Layouts: `q` `[T, Hq, D]`, `r` `[T, Hq, d_rel]`, `k_pages`/`v_pages` logical `[P, page, Hkv, D]` of any strides,
 `proj` `[d_rel, extent]`, `block_table` `[B, max_pages]` int32 (entries wholly outside the window may hold anything and
 are not read), `cu_seqlens` `[B+1]` int32, `kv_lens` `[B]` int32. Scores, softmax and sums are float32. A row without
-keys is 0.
+keys is 0. What the host knows of the lengths, `max_query_len` and `max_kv_len`, are upper bounds of any sequence's rows
+and keys; they choose between kernels and never change what is computed.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ import triton.language as tl
 
 from inkling_kernels.compile_case import CompileCase
 from inkling_kernels.ragged import sequence_tile_fn
-from inkling_kernels.rel_attention_plan import RelAttentionConfig, rel_attention_plan
+from inkling_kernels.rel_attention_decode import rel_attention_decode
+from inkling_kernels.rel_attention_plan import RelAttentionConfig, rel_attention_plan, takes_decode
 from inkling_kernels.rel_attention_tile import (
     FLOOR,
     FP8_KINDS,
     attend_fn,
     cache_operands,
     check_arguments,
+    check_bounds,
     meta_case,
     r_wide_fn,
 )
@@ -113,10 +116,18 @@ def _rel_attention_kernel(
 def rel_attention(
     q: torch.Tensor, r: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, proj: torch.Tensor,
     block_table: torch.Tensor, cu_seqlens: torch.Tensor, kv_lens: torch.Tensor, *, window: int | None, scale: float,
+    max_query_len: int | None = None, max_kv_len: int | None = None, split_keys: int | None = None,
     kv_scales: tuple[torch.Tensor, torch.Tensor] | None = None, target: Target | None = None,
     config: RelAttentionConfig | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Attend with the Triton kernel, for any mix of prefill, extension, decode and verify rows; returns `[T, Hq, D]`.
+    """Attend with the Triton kernels, for any mix of prefill, extension, decode and verify rows; returns
+    `[T, Hq, D]`.
+
+    Where no sequence has more than `max_query_len` = 1 to 9 rows, `rel_attention_decode` attends with split keys, where
+    `takes_decode` says that its tile fits; `max_kv_len` (default: what the block table has room for) bounds the number
+    of splits, and `split_keys` fixes their size. With more rows, None, or a `config`, the kernel of this file attends.
+    The choice and both plans follow from shapes and these bounds, so a captured graph keeps them while the lengths
+    change.
 
     Arguments as in the module's docstring; `q`, `r`, `proj` of one type (bfloat16, float32; float16 for tests), pages
     of that type or fp8 with `kv_scales` = float32 `(k_scale, v_scale)`, each `[1]` or `[Hkv]`, which multiply in
@@ -124,14 +135,23 @@ def rel_attention(
     on a GPU they are read on the device and cannot be checked here. `proj`
     is fastest stored distance-major (`proj.stride() == (1, 16)`). `target` picks the tile shape; None fits every chip.
 
-    Products accumulate in float32; probabilities are rounded to `q.dtype` before they meet the values.
+    Products accumulate in float32; probabilities are rounded to `q.dtype` before they meet the values. The two kernels
+    agree up to the rounding of one more float32 sum.
     Raises TypeError or ValueError naming the argument, before anything is allocated or launched.
     """
     check_arguments(
-        "rel_attention", q, r, k_pages, v_pages, proj, block_table, cu_seqlens, kv_lens, window, scale, kv_scales
-    )
+        "rel_attention", q, r, k_pages, v_pages, proj, block_table, cu_seqlens, kv_lens, window, scale, kv_scales,
+        max_query_len, max_kv_len,
+    )  # fmt: skip
     total, heads, head_dim = q.shape
     batch, kv_heads = len(kv_lens), k_pages.shape[2]
+    facts = {"group": heads // kv_heads, "head_dim": head_dim, "itemsize": q.dtype.itemsize}
+    rows = max_query_len or 0
+    if config is None and total <= batch * rows and takes_decode(rows, **facts, target=target):
+        return rel_attention_decode(
+            q, r, k_pages, v_pages, proj, block_table, cu_seqlens, kv_lens, window=window, scale=scale,
+            max_query_len=rows, max_kv_len=max_kv_len, split_keys=split_keys, kv_scales=kv_scales, target=target,
+        )  # fmt: skip
     out = torch.empty((total, heads, head_dim), dtype=q.dtype, device=q.device)
     plan = rel_attention_plan(
         total, batch, heads, kv_heads, head_dim, proj.shape[1], window, dtype=q.dtype, kv_dtype=k_pages.dtype,
@@ -250,8 +270,11 @@ def rel_attention_ref(
     *,
     window: int | None,
     scale: float,
+    max_query_len: int | None = None,
+    max_kv_len: int | None = None,
 ) -> torch.Tensor:
-    """Attend; see the module for formula and layouts. Differentiable. Returns `[T, Hq, D]` in `q.dtype`.
+    """Attend; see the module for formula and layouts. Differentiable. Returns `[T, Hq, D]` in `q.dtype`. Raises
+    ValueError where a sequence has more rows or keys than `max_query_len` or `max_kv_len` say.
 
     Works in tiles of query rows and reads only the keys that some row of the tile may see, so time and memory follow
     the window on sliding layers. The bias of a tile is one product with the distances reversed; reading that product
@@ -260,6 +283,7 @@ def rel_attention_ref(
     heads, kv_heads, extent, dtype = q.shape[1], k_pages.shape[2], proj.shape[1], q.dtype
     rows, bank = max(1, min(_ROWS, len(q))), proj.float().flip(1)
     q, r, starts = q.float() * scale, r.float(), cu_seqlens.tolist()
+    check_bounds("rel_attention", starts, kv_lens.tolist(), max_query_len, max_kv_len)
     if window is not None and len(q) > 1 and starts == list(range(len(q) + 1)):
         return _single_rows(q, r, k_pages, v_pages, bank, block_table, kv_lens, window).to(dtype)
     q, r, tables = q.transpose(0, 1), r.transpose(0, 1), block_table.tolist()

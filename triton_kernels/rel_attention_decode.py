@@ -152,7 +152,7 @@ def _combine_kernel(
     at = (q_begin + row).to(tl.int64)
     used = SPLITS
     if SPLIT_KEYS > 0:
-        used = (high - low // SPLIT_KEYS * SPLIT_KEYS + SPLIT_KEYS - 1) // SPLIT_KEYS
+        used = tl.minimum((high - low // SPLIT_KEYS * SPLIT_KEYS + SPLIT_KEYS - 1) // SPLIT_KEYS, SPLITS)
     acc = tl.zeros([BLOCK_H, D], tl.float32)
     peak = tl.full([BLOCK_H], FLOOR, tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
@@ -177,7 +177,7 @@ def _combine_kernel(
 def rel_attention_decode(
     q: torch.Tensor, r: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, proj: torch.Tensor,
     block_table: torch.Tensor, cu_seqlens: torch.Tensor, kv_lens: torch.Tensor, *, window: int | None, scale: float,
-    max_query_len: int, max_keys: int | None = None, split_keys: int | None = None,
+    max_query_len: int, max_kv_len: int | None = None, split_keys: int | None = None,
     kv_scales: tuple[torch.Tensor, torch.Tensor] | None = None, target: Target | None = None,
     config: RelAttentionDecodeConfig | None = None,
 ) -> torch.Tensor:  # fmt: skip
@@ -185,21 +185,22 @@ def rel_attention_decode(
 
     Arguments as for :func:`inkling_kernels.rel_attention.rel_attention`. No sequence may have more rows than
     `max_query_len` (rows beyond it are left unwritten; padding behind the last sequence comes out 0) nor more keys than
-    `max_keys` (default: what the block table has room for), which only bounds the number of splits. `split_keys` fixes
-    the split size, for results that do not depend on the rest of the batch. The split results are float32; the rest as
-    in the prefill kernel.
+    `max_kv_len` (default: what the block table has room for), which bounds the number of splits. `split_keys` fixes the
+    split size, for results that do not depend on the rest of the batch. The split results are float32; the rest as in
+    the prefill kernel.
 
     Raises TypeError or ValueError naming the argument, before anything is allocated or launched.
     """
     check_arguments(
-        "rel_attention_decode", q, r, k_pages, v_pages, proj, block_table, cu_seqlens, kv_lens, window, scale, kv_scales
-    )
+        "rel_attention_decode", q, r, k_pages, v_pages, proj, block_table, cu_seqlens, kv_lens, window, scale,
+        kv_scales, None, max_kv_len,
+    )  # fmt: skip
     tokens, heads, head_dim = q.shape
     batch, kv_heads, page = len(kv_lens), k_pages.shape[2], k_pages.shape[1]
     plan = rel_attention_decode_plan(
         batch, heads, kv_heads, head_dim, proj.shape[1], window, max_query_len=max_query_len,
-        max_keys=block_table.shape[1] * page if max_keys is None else max_keys, dtype=q.dtype, kv_dtype=k_pages.dtype,
-        target=target, split_keys=split_keys, config=config,
+        max_kv_len=block_table.shape[1] * page if max_kv_len is None else max_kv_len, dtype=q.dtype,
+        kv_dtype=k_pages.dtype, target=target, split_keys=split_keys, config=config,
     )  # fmt: skip
     if tokens > batch * plan.rows:
         raise ValueError(

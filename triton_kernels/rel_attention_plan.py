@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from inkling_kernels.target import Target
+from inkling_kernels.target import TARGETS, Target
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,11 +309,11 @@ class RelAttentionDecodePlan:
 
 def rel_attention_decode_plan(
     batch: int, heads: int, kv_heads: int, head_dim: int, extent: int, window: int | None, *, max_query_len: int,
-    max_keys: int, dtype: torch.dtype = torch.bfloat16, kv_dtype: torch.dtype | None = None,
+    max_kv_len: int, dtype: torch.dtype = torch.bfloat16, kv_dtype: torch.dtype | None = None,
     target: Target | None = None, split_keys: int | None = None, config: RelAttentionDecodeConfig | None = None,
 ) -> RelAttentionDecodePlan:  # fmt: skip
-    """Plan a decode or verify step; pure. `max_keys` bounds the lengths and so the splits; None for `target` plans for
-    64 compute units. Raises ValueError for a `max_query_len`, `split_keys` or `config` that cannot be."""
+    """Plan a decode or verify step; pure. `max_kv_len` bounds the lengths and so the splits; None for `target` plans
+    for 64 compute units. Raises ValueError for a `max_query_len`, `split_keys` or `config` that cannot be."""
     chosen = config or DECODE_DEFAULT
     if isinstance(max_query_len, bool) or not isinstance(max_query_len, int) or not 1 <= max_query_len <= MAX_QUERY_LEN:
         raise ValueError(
@@ -327,7 +327,7 @@ def rel_attention_decode_plan(
         facts = {"group": group, "head_dim": head_dim, "rows": max_query_len, "itemsize": dtype.itemsize}
         if problems := config.problems(target, **facts):
             raise ValueError(f"rel_attention_decode: config is {config}; {'; '.join(problems)}")
-    span = max_keys if window is None else min(max_keys, window + max_query_len - 1)
+    span = max_kv_len if window is None else min(max_kv_len, window + max_query_len - 1)
     if split_keys is not None:
         splits = -(-span // split_keys) + (window is not None)
     else:
@@ -357,3 +357,15 @@ def rel_attention_decode_plan(
         extent=extent,
         window=window,
     )
+
+
+def takes_decode(
+    max_query_len: int, *, group: int, head_dim: int, itemsize: int = 2, target: Target | None = None
+) -> bool:
+    """Whether a batch whose sequences have at most `max_query_len` rows goes to the decode kernel: where its tile holds
+    them, with the heads of a group, in the shared memory of `target` (None: of every chip)."""
+    if not 1 <= max_query_len <= MAX_QUERY_LEN:
+        return False
+    smallest = (target,) if target is not None else TARGETS
+    facts = {"group": group, "head_dim": head_dim, "rows": max_query_len, "itemsize": itemsize}
+    return not any(DECODE_DEFAULT.problems(each, **facts) for each in smallest if each.arch != "cpu")

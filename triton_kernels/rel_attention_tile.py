@@ -140,6 +140,8 @@ def check_arguments(
     window: int | None,
     scale: float,
     kv_scales: tuple[torch.Tensor, torch.Tensor] | None,
+    max_query_len: int | None,
+    max_kv_len: int | None,
 ) -> None:
     """Raise TypeError or ValueError for what `op` cannot take. Lengths are compared with each other only on the CPU,
     where reading them waits for nothing."""
@@ -207,7 +209,11 @@ def check_arguments(
         raise ValueError(f"{op}: scale is {scale!r}; expected a positive finite number (1 / head_dim)")
     _check_scales(op, k_pages, kv_scales)
     if q.device.type == "cpu":
-        _check_lengths(op, len(q), block_table.shape[1] * page, cu_seqlens.tolist(), kv_lens.tolist())
+        starts, lengths = cu_seqlens.tolist(), kv_lens.tolist()
+        _check_lengths(op, len(q), block_table.shape[1] * page, starts, lengths)
+        check_bounds(op, starts, lengths, max_query_len, max_kv_len)
+    else:
+        check_bounds(op, [0], [], max_query_len, max_kv_len)
 
 
 def meta_case(
@@ -257,6 +263,20 @@ def _check_scales(op: str, k_pages: torch.Tensor, kv_scales: tuple[torch.Tensor,
             raise ValueError(
                 f"{op}: {name} is on {scale.device} and k_pages on {k_pages.device}; move them to one device"
             )
+
+
+def check_bounds(
+    op: str, starts: list[int], kv_lens: list[int], max_query_len: int | None, max_kv_len: int | None
+) -> None:
+    """Raise ValueError for bounds that are none, or that one of the sequences passes."""
+    rows = [b - a for a, b in pairwise(starts)]
+    for name, bound, found in (("max_query_len", max_query_len, rows), ("max_kv_len", max_kv_len, kv_lens)):
+        if bound is None:
+            continue
+        if isinstance(bound, bool) or not isinstance(bound, int) or bound < 0:
+            raise ValueError(f"{op}: {name} is {bound!r}; expected an int that no sequence passes, or None")
+        if found and max(found) > bound:
+            raise ValueError(f"{op}: {name} is {bound} and a sequence has {max(found)}; expected no fewer")
 
 
 def _check_lengths(op: str, tokens: int, room: int, starts: list[int], kv_lens: list[int]) -> None:

@@ -4,18 +4,22 @@
 
 One call serves prefill, extension, decoding and verification. Taps that reach before the rows of this step come from
 the sequence's state: the last inputs of the channel in a ring, the row of position `p` at `p % R`. With `R >= W - 1 +
-drafts` the ring still holds the accepted rows after drafts were rejected, so nothing has to be rolled back.
+drafts` the ring still holds the accepted rows after drafts were rejected, so nothing has to be rolled back. A paged
+state has a block table: position `p` lives in block `slots[b, p // R]`, and every row is kept.
 
 Layouts: `x` `[T, C]` rows of all sequences one after another (any row stride), `weight` `[C, W]` float32, `state`
-`[S, R, C]`, `slots` `[B]` int32 (the sequence's row of `state`), `cu_seqlens` `[B+1]` int32, `kv_lens` `[B]` int32
-(tokens of the sequence including this step's). Row `i` of sequence `b` is at position `kv_lens[b] - q_len[b] + i`; rows
-at negative positions are padding, whose results mean nothing and which leave every state as it was.
+`[S, R, C]`, `slots` `[B]` int32 (the sequence's row of `state`) or `[B, N]` (its block table), `cu_seqlens` `[B+1]`
+int32, `kv_lens` `[B]` int32 (tokens of the sequence including this step's). Row `i` of sequence `b` is at position
+`kv_lens[b] - q_len[b] + i`; rows at negative positions are padding, whose results mean nothing and which leave every
+state as it was.
 Arithmetic is float32 in the order of the formula, rounded to `x.dtype` once; `residual` is then added in `x.dtype`.
+With a `norm_weight` the launch also gives the RMS norm of that sum (`inkling_kernels.norm`).
 
 The kernel cuts the batch into tiles of rows that never cross a sequence (`inkling_kernels.ragged`). The tile with a
 sequence's first rows is the only one to touch its ring: it reads the old rows, waits for its other threads, then writes
 the new ones. A row's value is the same chain of fused multiply-adds wherever its taps come from, so no chunking changes
-its bits.
+its bits. For the norm a program takes whole rows, a run of channels after the other, and does so twice: once for the
+squares, once to write. The second time the inputs are in cache, and no thread reads what another has written.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ import triton
 import triton.language as tl
 
 from inkling_kernels.compile_case import NO_MATRIX, CompileCase
+from inkling_kernels.norm import rms_norm_ref
 from inkling_kernels.ragged import FLOATS, check_batch, check_config, check_tensor, sequence_tile_fn
 from inkling_kernels.target import Target
 
@@ -37,11 +42,13 @@ MAX_WIDTH = 8
 
 @dataclass(frozen=True, slots=True)
 class ShortConvConfig:
-    """A tile's channels, and its rows where sequences have many rows a step and where they have few."""
+    """A tile's channels, and its rows where sequences have many rows a step and where they have few. With a norm tiles
+    have `few_rows` and `norm_channels` whatever the lengths, so that a row's sum of squares is always the same."""
 
     channels: int = 256
     rows: int = 16
     few_rows: int = 4
+    norm_channels: int = 1024
     num_warps: int = 4
 
     def problems(self, target: Target) -> tuple[str, ...]:
@@ -52,6 +59,7 @@ class ShortConvConfig:
                 ("channels", self.channels, 16, 2048),
                 ("rows", self.rows, 1, 128),
                 ("few_rows", self.few_rows, 1, 128),
+                ("norm_channels", self.norm_channels, 16, 4096),
                 ("num_warps", self.num_warps, 1, 8),
             )
             if not low <= value <= high or value & (value - 1)
@@ -62,10 +70,28 @@ DEFAULT = ShortConvConfig()
 
 
 @triton.jit
+def owner_fn(slots_ptr, slots_strides, seq, PAGED: tl.constexpr):
+    """A sequence's row of `state` (-1: it has none) and where its entries of `slots` begin."""
+    slots_ptr += seq.to(tl.int64) * slots_strides[0]
+    slot = 0
+    if not PAGED:
+        slot = tl.load(slots_ptr)
+    return slot, slots_ptr
+
+
+@triton.jit
+def state_row_fn(slot, slots_ptr, slots_block, position, live, ring, state_slot, state_row, PAGED: tl.constexpr):
+    """Offsets (int64) in `state` of the rows that hold `position`, right where `live`."""
+    if PAGED:
+        slot = tl.load(slots_ptr + (position // ring).to(tl.int64) * slots_block, mask=live, other=0)
+    return slot.to(tl.int64) * state_slot + (position % ring).to(tl.int64) * state_row
+
+
+@triton.jit
 def convolved_fn(
     x_ptr, x_row, x_at, weight_ptr, weight_at, weight_tap, state_ptr, state_slot, state_row, state_at,
-    slot, ring, begin, length, local, start, column_live,
-    WIDTH: tl.constexpr, BLOCK_T: tl.constexpr,
+    slot, slots_ptr, slots_block, ring, begin, length, local, start, column_live,
+    WIDTH: tl.constexpr, BLOCK_T: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
     """Float32 `[BLOCK_T, C]`: rows `local ..` of a sequence, convolved; rows past its last are 0. `x_at`, `weight_at`
     and `state_at` are the channels' int64 offsets in their tensors. Rows before position 0, and all older rows where
@@ -81,8 +107,9 @@ def convolved_fn(
         tap = tl.load(x_ptr + at[:, None] + x_at[None, :], mask=new, other=0.0)
         if state_ptr is not None and j < WIDTH - 1:
             position = tl.where(slot >= 0, start + source, -1)
-            old = (live & (source < 0) & (position >= 0))[:, None] & column_live[None, :]
-            at = slot.to(tl.int64) * state_slot + (position % ring).to(tl.int64) * state_row
+            old = live & (source < 0) & (position >= 0)
+            at = state_row_fn(slot, slots_ptr, slots_block, position, old, ring, state_slot, state_row, PAGED)
+            old = old[:, None] & column_live[None, :]
             held = tl.load(state_ptr + at[:, None] + state_at[None, :], mask=old, other=0.0)
             tap = tl.where(old, held.to(tap.dtype), tap)
         tap = tap.to(tl.float32)
@@ -93,65 +120,105 @@ def convolved_fn(
 
 @triton.jit
 def keep_fn(
-    x_ptr, x_row, x_at, state_ptr, state_slot, state_row, state_at, slot, ring, begin, length, local, start,
-    column_live, BLOCK_T: tl.constexpr,
+    x_ptr, x_row, x_at, state_ptr, state_slot, state_row, state_at, slot, slots_ptr, slots_block, ring, begin, length,
+    local, start, column_live, BLOCK_T: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
-    """In the first tile of a sequence, after all its threads have read the ring: write the sequence's newest inputs, as
-    many as the ring has rows for, where positions from 0 on belong."""
-    kept = tl.where(local == 0, tl.minimum(length, ring), 0)
-    if kept > 0:
-        tl.debug_barrier()
+    """Write a sequence's inputs where positions from 0 on belong. Into a ring: in its first tile, after all its threads
+    have read it, the newest ones, as many as it has rows for. Into pages, where no row takes another's place: every
+    tile its own."""
+    if PAGED:
+        kept = tl.minimum(length - local, BLOCK_T)
+        newest = local
+    else:
+        kept = tl.where(local == 0, tl.minimum(length, ring), 0)
+        newest = length - kept
+        if kept > 0:
+            tl.debug_barrier()
     for first in range(0, kept, BLOCK_T):
-        index = length - kept + first + tl.arange(0, BLOCK_T)
+        index = newest + first + tl.arange(0, BLOCK_T)
         position = tl.where(slot >= 0, start + index, -1)
-        live = ((index < length) & (position >= 0))[:, None] & column_live[None, :]
+        live = (index < length) & (position >= 0)
+        kept_at = state_row_fn(slot, slots_ptr, slots_block, position, live, ring, state_slot, state_row, PAGED)
+        live = live[:, None] & column_live[None, :]
         at = (begin + index).to(tl.int64) * x_row
         x = tl.load(x_ptr + at[:, None] + x_at[None, :], mask=live, other=0.0)
-        at = slot.to(tl.int64) * state_slot + (position % ring).to(tl.int64) * state_row
-        tl.store(state_ptr + at[:, None] + state_at[None, :], x.to(state_ptr.dtype.element_ty), mask=live)
+        tl.store(state_ptr + kept_at[:, None] + state_at[None, :], x.to(state_ptr.dtype.element_ty), mask=live)
 
 
-@triton.jit(do_not_specialize=["rows", "batch", "ring"])
+@triton.jit
+def _sum_fn(
+    x_ptr, weight_ptr, state_ptr, residual_ptr, x_strides, weight_strides, state_strides, residual_strides, channel,
+    slot, slots_ptr, slots_block, ring, begin, length, covered, local, start, column_live, WIDTH: tl.constexpr,
+    BLOCK_T: tl.constexpr, PAGED: tl.constexpr,
+):  # fmt: skip
+    """Rows `local ..` of a sequence, convolved and rounded, with the residual: `[BLOCK_T, C]` of x's type."""
+    y = convolved_fn(
+        x_ptr, x_strides[0], channel * x_strides[1], weight_ptr, channel * weight_strides[0], weight_strides[1],
+        state_ptr, state_strides[0], state_strides[1], channel * state_strides[2], slot, slots_ptr, slots_block, ring,
+        begin, length, local, start, column_live, WIDTH, BLOCK_T, PAGED,
+    ).to(x_ptr.dtype.element_ty)  # fmt: skip
+    if residual_ptr is not None:
+        row = local + tl.arange(0, BLOCK_T)
+        live = (row < covered)[:, None] & column_live[None, :]
+        at = ((begin + row).to(tl.int64) * residual_strides[0])[:, None] + (channel * residual_strides[1])[None, :]
+        residual = tl.load(residual_ptr + at, mask=live, other=0.0)
+        y = (residual.to(tl.float32) + y.to(tl.float32)).to(y.dtype)
+    return y
+
+
+@triton.jit(do_not_specialize=["rows", "batch", "ring", "eps"])
 def _short_conv_kernel(
-    out_ptr, x_ptr, weight_ptr, state_ptr, slots_ptr, cu_ptr, kv_lens_ptr, residual_ptr, rows, batch, channels, ring,
-    x_strides, weight_strides, state_strides, residual_strides,
-    WIDTH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
+    out_ptr, normed_ptr, x_ptr, weight_ptr, state_ptr, slots_ptr, cu_ptr, kv_lens_ptr, residual_ptr, norm_ptr, rows,
+    batch, channels, ring, eps, x_strides, weight_strides, state_strides, slots_strides, residual_strides, norm_stride,
+    WIDTH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
     seq, begin, length, covered, local, start = sequence_tile_fn(
         cu_ptr, kv_lens_ptr, tl.program_id(0), rows, batch, BLOCK_T
     )
     if local >= covered:
         return
-    channel = tl.program_id(1).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
-    column_live = channel < channels
     slot = -1
     if state_ptr is not None:
-        slot = tl.load(slots_ptr + seq)
-    x_at, state_at = channel * x_strides[1], channel * state_strides[2]
-    y = convolved_fn(
-        x_ptr, x_strides[0], x_at, weight_ptr, channel * weight_strides[0], weight_strides[1],
-        state_ptr, state_strides[0], state_strides[1], state_at, slot, ring, begin, length, local, start, column_live,
-        WIDTH, BLOCK_T,
-    )  # fmt: skip
-    if state_ptr is not None:
-        keep_fn(
-            x_ptr, x_strides[0], x_at, state_ptr, state_strides[0], state_strides[1], state_at,
-            slot, ring, begin, length, local, start, column_live, BLOCK_T,
+        slot, slots_ptr = owner_fn(slots_ptr, slots_strides, seq, PAGED)
+    first, step = tl.program_id(1) * BLOCK_C, tl.num_programs(1) * BLOCK_C
+    scale = tl.zeros([BLOCK_T], tl.float32)
+    if norm_ptr is not None:
+        for begin_c in range(first, channels, step):
+            channel = begin_c + tl.arange(0, BLOCK_C).to(tl.int64)
+            y = _sum_fn(
+                x_ptr, weight_ptr, state_ptr, residual_ptr, x_strides, weight_strides, state_strides, residual_strides,
+                channel, slot, slots_ptr, slots_strides[1], ring, begin, length, covered, local, start,
+                channel < channels, WIDTH, BLOCK_T, PAGED,
+            ).to(tl.float32)  # fmt: skip
+            scale += tl.sum(y * y, 1)
+        scale = 1.0 / tl.sqrt(scale / channels + eps)
+    for begin_c in range(first, channels, step):
+        channel = begin_c + tl.arange(0, BLOCK_C).to(tl.int64)
+        column_live = channel < channels
+        y = _sum_fn(
+            x_ptr, weight_ptr, state_ptr, residual_ptr, x_strides, weight_strides, state_strides, residual_strides,
+            channel, slot, slots_ptr, slots_strides[1], ring, begin, length, covered, local, start, column_live, WIDTH,
+            BLOCK_T, PAGED,
         )  # fmt: skip
-    row = local + tl.arange(0, BLOCK_T)
-    live = (row < covered)[:, None] & column_live[None, :]
-    row = (begin + row).to(tl.int64)
-    y = y.to(out_ptr.dtype.element_ty)
-    if residual_ptr is not None:
-        at = (row * residual_strides[0])[:, None] + (channel * residual_strides[1])[None, :]
-        residual = tl.load(residual_ptr + at, mask=live, other=0.0)
-        y = (residual.to(tl.float32) + y.to(tl.float32)).to(y.dtype)
-    tl.store(out_ptr + (row * channels)[:, None] + channel[None, :], y, mask=live)
+        if state_ptr is not None:
+            keep_fn(
+                x_ptr, x_strides[0], channel * x_strides[1], state_ptr, state_strides[0], state_strides[1],
+                channel * state_strides[2], slot, slots_ptr, slots_strides[1], ring, begin, length, local, start,
+                column_live, BLOCK_T, PAGED,
+            )  # fmt: skip
+        row = local + tl.arange(0, BLOCK_T)
+        live = (row < covered)[:, None] & column_live[None, :]
+        at = ((begin + row).to(tl.int64) * channels)[:, None] + channel[None, :]
+        tl.store(out_ptr + at, y, mask=live)
+        if norm_ptr is not None:
+            weight = tl.load(norm_ptr + channel * norm_stride, mask=column_live, other=0.0).to(tl.float32)
+            normed = (y.to(tl.float32) * scale[:, None]).to(y.dtype).to(tl.float32) * weight[None, :]
+            tl.store(normed_ptr + at, normed.to(y.dtype), mask=live)
 
 
 @dataclass(frozen=True, slots=True)
 class ShortConvPlan:
-    """A launch: (row tiles at most, channel tiles), the tile, warps."""
+    """A launch: (row tiles at most, programs along the channels), the tile, warps."""
 
     grid: tuple[int, int]
     block_t: int
@@ -160,40 +227,33 @@ class ShortConvPlan:
 
 
 def short_conv_plan(
-    rows: int,
-    channels: int,
-    batch: int,
-    width: int,
-    target: Target | None = None,
-    config: ShortConvConfig | None = None,
-) -> ShortConvPlan:
-    """Plan `rows` rows of `batch` sequences; pure, and right for any lengths. Every target takes the same plan so
-    far."""
+    rows: int, channels: int, batch: int, width: int, target: Target | None = None,
+    config: ShortConvConfig | None = None, norm: bool = False,
+) -> ShortConvPlan:  # fmt: skip
+    """Plan `rows` rows of `batch` sequences, with or without the norm behind; pure, and right for any lengths. Every
+    target takes the same plan so far."""
     config = config or DEFAULT
     # Rows that reach into the ring must all lie in the first tile of their sequence.
     least = triton.next_power_of_2(max(1, width - 1))
+    if norm:
+        block_t = max(least, config.few_rows)
+        block_c = min(config.norm_channels, max(16, triton.next_power_of_2(channels)))
+        return ShortConvPlan((rows // block_t + batch, 1), block_t, block_c, min(8, 2 * config.num_warps))
     block_t = max(least, config.rows if rows >= config.rows * batch else config.few_rows)
     block_c = min(config.channels, max(16, triton.next_power_of_2(channels)))
     return ShortConvPlan((rows // block_t + batch, triton.cdiv(channels, block_c)), block_t, block_c, config.num_warps)
 
 
 def short_conv(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    state: torch.Tensor | None,
-    slots: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    kv_lens: torch.Tensor,
-    residual: torch.Tensor | None = None,
-    *,
-    target: Target | None = None,
-    config: ShortConvConfig | None = None,
-) -> torch.Tensor:
+    x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor | None, slots: torch.Tensor, cu_seqlens: torch.Tensor,
+    kv_lens: torch.Tensor, residual: torch.Tensor | None = None, *, norm_weight: torch.Tensor | None = None,
+    eps: float = 0.0, target: Target | None = None, config: ShortConvConfig | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Convolve `x` `[T, C]` with the Triton kernel and write its newest rows into `state` in place; forward only.
 
     Layouts as in the module's docstring, any strides; `x` and `residual` bfloat16, float32 or (in tests) float16,
     `state` any of these. Padding is as in `short_conv_ref`; a row at a position before 0 is not kept. Returns a
-    contiguous `[T, C]` in `x.dtype`.
+    contiguous `[T, C]` in `x.dtype`, and with a `norm_weight` `[C]` of that type a pair of it and its RMS norm.
 
     Raises TypeError or ValueError naming the argument, before anything is allocated or launched.
     """
@@ -201,32 +261,32 @@ def short_conv(
     rows, channels = x.shape
     if residual is not None:
         check_tensor("short_conv", "residual", residual, (rows, channels), (x.dtype,), x.device)
+    if norm_weight is not None:
+        check_tensor("short_conv", "norm_weight", norm_weight, (channels,), (x.dtype,), x.device)
+    if not eps >= 0:
+        raise ValueError(f"short_conv: eps is {eps!r}; expected 0 or more")
     config = config or DEFAULT
     if target is not None:
         check_config("short_conv", config.problems(target))
     out = torch.empty(rows, channels, dtype=x.dtype, device=x.device)
-    if out.numel() == 0:
-        return out
-    plan = short_conv_plan(rows, channels, len(kv_lens), weight.shape[1], target, config)
-    _short_conv_kernel[plan.grid](
-        out, x, weight, state, slots, cu_seqlens, kv_lens, residual, rows, len(kv_lens), channels,
-        state.shape[1] if state is not None else 1, x.stride(), weight.stride(),
-        state.stride() if state is not None else (0, 0, 0), residual.stride() if residual is not None else (0, 0),
-        WIDTH=weight.shape[1], BLOCK_T=plan.block_t, BLOCK_C=plan.block_c, num_warps=plan.num_warps,
-        enable_fp_fusion=True,
-    )  # fmt: skip
-    return out
+    normed = torch.empty_like(out) if norm_weight is not None else None
+    if out.numel():
+        plan = short_conv_plan(rows, channels, len(kv_lens), weight.shape[1], target, config, normed is not None)
+        _short_conv_kernel[plan.grid](
+            out, normed, x, weight, state, slots, cu_seqlens, kv_lens, residual, norm_weight, rows, len(kv_lens),
+            channels, state.shape[1] if state is not None else 1, float(eps), x.stride(), weight.stride(),
+            state.stride() if state is not None else (0, 0, 0), (*slots.stride(), 0)[:2],
+            residual.stride() if residual is not None else (0, 0),
+            norm_weight.stride(0) if norm_weight is not None else 0, WIDTH=weight.shape[1], BLOCK_T=plan.block_t,
+            BLOCK_C=plan.block_c, PAGED=slots.dim() == 2, num_warps=plan.num_warps, enable_fp_fusion=True,
+        )  # fmt: skip
+    return out if normed is None else (out, normed)
 
 
 def check_conv(
-    op: str,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    state: torch.Tensor | None,
-    slots: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    kv_lens: torch.Tensor,
-) -> None:
+    op: str, x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor | None, slots: torch.Tensor,
+    cu_seqlens: torch.Tensor, kv_lens: torch.Tensor,
+) -> None:  # fmt: skip
     """Raise TypeError or ValueError for what a convolution of `x` `[T, C]` cannot take."""
     check_tensor(op, "x", x, (None, None), FLOATS)
     check_tensor(op, "weight", weight, (x.shape[1], None), (torch.float32,), x.device)
@@ -235,23 +295,28 @@ def check_conv(
         raise ValueError(f"{op}: weight has a width of {width}; expected 1 to {MAX_WIDTH}")
     if state is not None:
         check_tensor(op, "state", state, (None, None, x.shape[1]), FLOATS, x.device)
-        if state.shape[1] < max(1, width - 1):
+        # Rows of a paged state are never overwritten by later ones, so a block of one row would do.
+        if state.shape[1] < (1 if slots.dim() == 2 else max(1, width - 1)):
             raise ValueError(
                 f"{op}: state keeps {state.shape[1]} rows a sequence; a width of {width} needs {max(1, width - 1)}"
             )
     check_batch(op, len(x), slots, cu_seqlens, kv_lens, state, x.device)
 
 
-def _case(name: str, rows: int, batch: int, kept: bool = True, dtype: torch.dtype = torch.bfloat16) -> CompileCase:
-    def launch(target: Target) -> torch.Tensor:
+def _case(
+    name: str, rows: int, batch: int, kept: bool = True, dtype: torch.dtype = torch.bfloat16, norm: bool = False
+) -> CompileCase:
+    def launch(target: Target) -> object:
         def int32(size: int) -> torch.Tensor:
             return torch.empty(size, dtype=torch.int32, device="meta")
 
         x = torch.empty(rows, 6144, dtype=dtype, device="meta")
         weight = torch.empty(6144, 4, dtype=torch.float32, device="meta")
         state = x.new_empty(64, 11, 6144) if kept else None
+        where = int32(batch), int32(batch + 1), int32(batch)
+        norm_weight = x.new_empty(6144) if norm else None
         return short_conv(
-            x, weight, state, int32(batch), int32(batch + 1), int32(batch), torch.empty_like(x), target=target
+            x, weight, state, *where, torch.empty_like(x), norm_weight=norm_weight, eps=1e-6, target=target
         )
 
     return CompileCase(name, "short_conv=triton", launch, instruction=NO_MATRIX)
@@ -262,6 +327,8 @@ COMPILE_CASES = (
     _case("decode", 64, 64),
     _case("prefill, float32", 8192, 4, dtype=torch.float32),
     _case("no state", 8192, 4, kept=False),
+    _case("with the norm", 8192, 4, norm=True),
+    _case("with the norm, float32", 64, 64, dtype=torch.float32, norm=True),
 )
 
 
@@ -282,10 +349,21 @@ class _Run:
     source: torch.Tensor
 
 
+def _block(blocks: tuple[int, ...], position: int, ring: int, paged: bool) -> int:
+    """The row of the state that holds a position of the sequence with these entries of `slots`; -1 where none does."""
+    return blocks[position // ring] if paged and position >= 0 else blocks[0]
+
+
 # Every convolution of a step asks for the same: what the lengths say is worked out once.
 @lru_cache(maxsize=32)
 def _runs_of(
-    starts: tuple[int, ...], lens: tuple[int, ...], slots: tuple[int, ...], past: int, ring: int, device: torch.device
+    starts: tuple[int, ...],
+    lens: tuple[int, ...],
+    slots: tuple[tuple[int, ...], ...],
+    past: int,
+    ring: int,
+    paged: bool,
+    device: torch.device,
 ) -> list[_Run]:
     runs, begin = [], 0
     counts = [b - a for a, b in pairwise(starts)]
@@ -293,13 +371,14 @@ def _runs_of(
         if end < len(counts) and counts[end] == counts[begin]:
             continue
         rows, owners = counts[begin], list(zip(slots[begin:end], lens[begin:end], strict=True))
-        old = [(max(s, 0), p % ring) for s, n in owners for p in range(n - rows - past, n - rows)]
-        absent = [s < 0 or p < 0 for s, n in owners for p in range(n - rows - past, n - rows)]
+        before = [(blocks, p) for blocks, n in owners for p in range(n - rows - past, n - rows)]
+        old = [(max(_block(blocks, p, ring, paged), 0), p % ring) for blocks, p in before]
+        absent = [p < 0 or _block(blocks, p, ring, paged) < 0 for blocks, p in before]
         kept = [
-            (s, p % ring, starts[begin] + i * rows + p - (n - rows))
-            for i, (s, n) in enumerate(owners)
-            for p in range(max(n - min(rows, ring), 0), n)
-            if s >= 0
+            (_block(blocks, p, ring, paged), p % ring, starts[begin] + i * rows + p - (n - rows))
+            for i, (blocks, n) in enumerate(owners)
+            for p in range(max(n - (rows if paged else min(rows, ring)), 0), n)
+            if _block(blocks, p, ring, paged) >= 0
         ]
         # Not inference tensors, which a later call that records gradients could not use.
         with torch.inference_mode(False):
@@ -313,29 +392,42 @@ def _runs_of(
 
 
 def short_conv_ref(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    state: torch.Tensor | None,
-    slots: torch.Tensor,
-    cu_seqlens: torch.Tensor,
+    x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor | None, slots: torch.Tensor, cu_seqlens: torch.Tensor,
+    kv_lens: torch.Tensor, residual: torch.Tensor | None = None, *, norm_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Convolve `x` `[T, C]`, write this step's inputs into `state` in place and add `residual` `[T, C]`.
+
+    Returns `[T, C]` in `x.dtype`; with a `norm_weight` `[C]` a pair of that and its `rms_norm_ref`. Differentiable in
+    all but `state`. Further as `convolved_ref`.
+    """
+    y = convolved_ref(x, weight, state, slots, cu_seqlens, kv_lens)
+    if residual is not None:
+        y = residual + y
+    return y if norm_weight is None else (y, rms_norm_ref(y, norm_weight, eps))
+
+
+def convolved_ref(
+    x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor | None, slots: torch.Tensor, cu_seqlens: torch.Tensor,
     kv_lens: torch.Tensor,
-    residual: torch.Tensor | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Convolve `x` `[T, C]` and write this step's inputs into `state` in place; see the module for formula and layouts.
 
-    Without `state` every sequence starts at its first row (training). Differentiable in `x`, `weight` and `residual`.
-    A sequence whose slot is -1 neither reads nor writes state. Rows behind `cu_seqlens[-1]` are padding and give 0.
-    Returns `[T, C]` in `x.dtype`. Raises `ValueError` where the ring holds fewer than `W - 1` rows.
+    Without `state` every sequence starts at its first row (training). A sequence whose slot is -1 neither reads nor
+    writes state. Rows behind `cu_seqlens[-1]` are padding and give 0. Returns `[T, C]` in `x.dtype`. Raises
+    `ValueError` where the ring holds fewer than `W - 1` rows.
     """
     past = weight.shape[1] - 1
-    if state is not None and state.shape[1] < past:
+    if state is not None and slots.dim() == 1 and state.shape[1] < past:
         raise ValueError(
             f"short_conv: state keeps {state.shape[1]} rows a sequence; a width of {past + 1} needs {past}"
         )
     taps = weight.float().t().contiguous()
     starts, ring = tuple(cu_seqlens.tolist()), state.shape[1] if state is not None else past
+    paged = slots.dim() == 2
+    owners = tuple(map(tuple, (slots if paged else slots.unsqueeze(1)).tolist()))
     pieces = []
-    for run in _runs_of(starts, tuple(kv_lens.tolist()), tuple(slots.tolist()), past, max(ring, 1), x.device):
+    for run in _runs_of(starts, tuple(kv_lens.tolist()), owners, past, max(ring, 1), paged, x.device):
         rows = x[run.begin : run.begin + run.sequences * run.rows].unflatten(0, (run.sequences, run.rows))
         if state is None:
             old = rows.new_zeros(run.sequences, past, x.shape[1])
@@ -351,5 +443,4 @@ def short_conv_ref(
         pieces.append((y + wide[:, past:]).to(x.dtype).flatten(0, 1))
     if starts[-1] < len(x):
         pieces.append(torch.zeros_like(x[starts[-1] :]))
-    y = pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else x.clone()
-    return y if residual is None else residual + y
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else x.clone()

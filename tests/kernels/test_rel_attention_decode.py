@@ -175,11 +175,12 @@ def test_core_a_captured_launch_serves_other_lengths(kernel_device: torch.device
         paged_batch([(1, n), (2, n + 3)], heads=4, kv_heads=1, device=kernel_device, seed=n) for n in (5, 120)
     )
     plans = [
-        rel_attention_decode_plan(2, 4, 1, 32, 24, None, max_query_len=2, max_keys=160, config=SPLIT) for _ in range(2)
+        rel_attention_decode_plan(2, 4, 1, 32, 24, None, max_query_len=2, max_kv_len=160, config=SPLIT)
+        for _ in range(2)
     ]
     assert plans[0] == plans[1]
     for batch in (short, long):
-        check(batch, max_keys=160)
+        check(batch, max_kv_len=160)
 
 
 @pytest.mark.parametrize(("window", "extent"), [(None, 1024), (512, 512)])
@@ -195,7 +196,7 @@ def test_a12_the_seams_of_bias_and_window(kernel_device: torch.device, window: i
 def test_the_plan_fills_the_chip_and_bounds_sliding_layers(target: Target) -> None:
     def plan(batch: int, keys: int, window: int | None = None, rows: int = 1):
         return rel_attention_decode_plan(
-            batch, 64, 8, 128, 1024, window, max_query_len=rows, max_keys=keys, target=target
+            batch, 64, 8, 128, 1024, window, max_query_len=rows, max_kv_len=keys, target=target
         )  # fmt: skip
 
     long = plan(1, 65_536)

@@ -1,0 +1,186 @@
+"""The routed experts on a CPU, unquantised: tokens grouped by expert, so that an expert's weights are read once.
+
+Pairs (token, choice) are sorted by expert. A part of the first product takes some of them, 4 tokens of an expert at a
+time, and leaves `weight * silu(gate) * up` in float32; a part of the second takes some columns of the result, for all
+pairs in the order of their experts, so that no sum is shared and its order is fixed. Where an expert has few tokens the
+second product runs along the weight's rows; where it has many, along the transposed weight, copied an expert at a time.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numba import prange
+
+from inkling_kernels.moe_gemm import moe_experts_ref
+from inkling_kernels.numerics import ExpertWeight
+from inkling_kernels.ragged import check_tensor
+from inkling_portable.cpu.tiles import (
+    FEW,
+    FLOAT,
+    INT,
+    LIKE,
+    blend_fn,
+    dot_fn,
+    dots_fn,
+    four_fn,
+    gate_fn,
+    jit,
+    parallel,
+    parts_of,
+    read_fn,
+    records,
+    row_fn,
+    span_fn,
+    widen_fn,
+)
+
+#: Multiplications below which another thread costs more than it saves.
+_LEAST = 1 << 16
+
+
+@jit
+def _sort(order, offsets, ids, experts):
+    """Put the pairs' numbers into `order` by expert, and where each expert's begin into `offsets` `[experts + 1]`.
+    Pairs of expert -1 are left out. Returns whether every id is in range.
+    """
+    expert = row_fn(INT, ids, order.size)
+    offsets[:] = 0
+    for p in range(order.size):
+        if not -1 <= expert[p] < experts:
+            return False
+        if expert[p] >= 0:
+            offsets[expert[p] + 1] += 1
+    for e in range(experts):
+        offsets[e + 1] += offsets[e]
+    place = offsets[:-1].copy()
+    for p in range(order.size):
+        if expert[p] >= 0:
+            order[place[expert[p]]] = p
+            place[expert[p]] += 1
+    return True
+
+
+@jit
+def _up_part(
+    part, parts, like, hidden, width, order, offsets, weights, top_k, x, x_stride, w, stride, row_stride, inputs
+):
+    """Rows of the sorted pairs in `hidden` `[at least pairs, at least width]`."""
+    weight = row_fn(FLOAT, weights, order.size)
+    begin, end = span_fn(offsets[-1], part, parts)
+    for e in range(offsets.size - 1):
+        first, last = max(begin, offsets[e]), min(end, offsets[e + 1])
+        if first >= last:
+            continue
+        rows = (last - first + 3) // 4 * 4
+        wide, made = np.empty((rows, inputs), np.float32), np.empty((rows, 2 * width), np.float32)
+        for i in range(rows):
+            token = order[min(first + i, last - 1)] // top_k
+            read_fn(wide[i], like, x + token * x_stride * like.itemsize)
+        for n in range(0, 2 * width, 4):
+            four = four_fn(like, w + e * stride * like.itemsize, row_stride, n, 2 * width - 1, inputs)
+            for t in range(0, rows, 4):
+                found = dots_fn(wide[t : t + 4], four)
+                for i in range(4):
+                    for j in range(min(4, 2 * width - n)):
+                        made[t + i, n + j] = found[4 * i + j]
+        for i in range(last - first):
+            gate_fn(hidden[first + i, :width], made[i])
+            hidden[first + i] *= weight[order[first + i]]
+
+
+@parallel
+def _up_parallel(
+    parts, like, hidden, width, order, offsets, weights, top_k, x, x_stride, w, stride, row_stride, inputs
+):
+    for part in prange(parts):
+        _up_part(
+            part, parts, like, hidden, width, order, offsets, weights, top_k, x, x_stride, w, stride, row_stride, inputs
+        )
+
+
+@jit
+def _down_part(part, parts, like, out, hidden, width, order, offsets, top_k, w, stride, row_stride, few):
+    """Columns of `out` `[T, H]` float32."""
+    begin, end = span_fn(out.shape[1], part, parts)
+    size = end - begin
+    # A row length that is no power of two, lest its columns fall on each other in the processor's cache.
+    turned, spare = np.empty((width + 4, (size + 15) // 16 * 16 + 16), np.float32), np.empty(size, np.float32)
+    turned[width:] = 0
+    out[:, begin:end] = 0
+    for e in range(offsets.size - 1):
+        first, last = offsets[e], offsets[e + 1]
+        base = w + (e * stride + begin * row_stride) * like.itemsize
+        for n in range(size if first < last else 0):
+            row = row_fn(like, base + n * row_stride * like.itemsize, width)
+            if few:
+                for p in range(first, last):
+                    out[order[p] // top_k, begin + n] += dot_fn(hidden[p, :width], row)
+            else:
+                for k in range(width):
+                    turned[k, n] = widen_fn(row[k])
+        for p in range(first, first if few else last, 4):
+            y0 = out[order[p] // top_k, begin:end]
+            y1 = out[order[p + 1] // top_k, begin:end] if p + 1 < last else spare
+            y2 = out[order[p + 2] // top_k, begin:end] if p + 2 < last else spare
+            y3 = out[order[p + 3] // top_k, begin:end] if p + 3 < last else spare
+            for k in range(0, width, 4):
+                four = turned[k, :size], turned[k + 1, :size], turned[k + 2, :size], turned[k + 3, :size]
+                blend_fn(y0, y1, y2, y3, hidden[p : p + 4, k : k + 4], four)
+
+
+@parallel
+def _down_parallel(parts, like, out, hidden, width, order, offsets, top_k, w, stride, row_stride, few):
+    for part in prange(parts):
+        _down_part(part, parts, like, out, hidden, width, order, offsets, top_k, w, stride, row_stride, few)
+
+
+def moe_experts(
+    x: torch.Tensor, w13: ExpertWeight, w2: ExpertWeight, ids: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """`moe_experts_ref` for unquantised experts, grouped whatever the number of tokens. A token's result is rounded once,
+    at its end.
+    """
+    if records(x, weights, w13.data, w2.data):
+        return moe_experts_ref(x, w13, w2, ids, weights)
+    w13.require_layout("interleaved", "w13")
+    w2.require_layout("plain", "w2")
+    (rows, inputs), (experts, outs, width), top_k = x.shape, w2.data.shape, ids.shape[1]
+    fits = (
+        x.dtype == w13.data.dtype == w2.data.dtype
+        and inputs == outs
+        and w13.data.shape == (experts, 2 * width, inputs)
+        and ids.shape == weights.shape == (rows, top_k)
+        and (ids.dtype, weights.dtype) == (torch.int32, torch.float32)
+        and x.stride(1) == w13.data.stride(2) == w2.data.stride(2) == 1
+    )
+    if not fits:
+        check_tensor("moe_experts", "x", x, (None, outs), (w2.data.dtype,))
+        check_tensor("moe_experts", "w13", w13.data, (experts, 2 * width, outs), (x.dtype,))
+        check_tensor("moe_experts", "ids", ids, (rows, None), (torch.int32,))
+        check_tensor("moe_experts", "weights", weights, tuple(ids.shape), (torch.float32,))
+        raise ValueError(
+            f"moe_experts: x, w13 and w2 have strides {x.stride()}, {w13.data.stride()} and {w2.data.stride()}; expected "
+            "contiguous columns"
+        )
+    ids, weights = ids.contiguous(), weights.contiguous()
+    order, offsets = np.empty(rows * top_k, np.int32), np.empty(experts + 1, np.int32)
+    if not _sort(order, offsets, ids.data_ptr(), experts):
+        raise ValueError(
+            f"moe_experts: ids run from {int(ids.min())} to {int(ids.max())}; expected 0..{experts - 1}, or -1 for an "
+            "expert that is held elsewhere"
+        )
+    # The last group of 4 reads past the pairs, and past a width that is no multiple of 4.
+    hidden = np.zeros((rows * top_k + 4, -(-width // 4) * 4), np.float32)
+    out = torch.empty(rows, outs)
+    parts = parts_of(rows * top_k * width * inputs, _LEAST)
+    up = hidden, width, order, offsets, weights.data_ptr(), top_k, x.data_ptr(), x.stride(0)
+    up = *up, w13.data.data_ptr(), *w13.data.stride()[:2], inputs
+    down = out.numpy(), hidden, width, order, offsets, top_k, w2.data.data_ptr(), *w2.data.stride()[:2], rows <= FEW
+    if parts == 1:
+        _up_part(0, 1, LIKE[x.dtype], *up)
+        _down_part(0, 1, LIKE[x.dtype], *down)
+    else:
+        _up_parallel(parts, LIKE[x.dtype], *up)
+        _down_parallel(parts, LIKE[x.dtype], *down)
+    return out.to(x.dtype)
