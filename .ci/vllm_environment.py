@@ -16,7 +16,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from environment import ROOT, SetupError, constraints, create, extra, pip, pinned, probe
+from environment import ROOT, SetupError, constraints, create, extra, pinned, pip, probe
 
 # Requirements of the wheel that serve GPUs or video alone, by the beginning of their names. torch's family: the builds
 # that an index offers beside another torch do not load with it.
