@@ -108,6 +108,8 @@ class Blocks(nn.Module):
                 yield name, self._own_experts(name, value)
             elif name.endswith((".attn_sconv.weight", ".mlp_sconv.weight")):
                 yield name, value[own.start : own.stop]
+            elif name.startswith(("visual.", "audio.")):
+                yield name, value
             else:
                 yield name, build.rank.tensor(build.whole, name, value)
 
