@@ -214,7 +214,7 @@ ROWS: Final[tuple[Row, ...]] = (
         "gather and norm in one launch, a program a token", "none"),
     Row("embedding",     ("cpu",),  (),   None,       "inkling_kernels.embedding:embedding_ref",            "torch",
         "a gather and a norm, in torch", "ran cpu"),
-    Row("linear",        ("gpu",),  (),   invariant,  "inkling_kernels.linear:linear",                      "fixed_tiles",
+    Row("linear",        ("gpu",),  (),   invariant,  "inkling_kernels.linear:linear",                 "fixed_tiles",
         "one tile shape and one order of sums: equal bits in every batch", "none"),
     Row("linear",        ("gpu",),  (),   None,       "inkling_kernels.linear:linear_ref",                  "torch",
         "torch's own product: cuBLAS or rocBLAS", "none"),
