@@ -16,7 +16,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from environment import ROOT, SetupError, constraints, create, extra, pip, pinned, probe
+from environment import ROOT, SetupError, constraints, create, extra, pinned, pip, probe, release
 
 # Requirements of the wheel that serve GPUs or video alone, by the beginning of their names. torch's family: the builds
 # that an index offers beside another torch do not load with it.
@@ -45,6 +45,11 @@ def project() -> list[str]:
     return own + [line for line in extra("test") if re.split(r"[<>=!~ ]", line)[0] in TESTS]
 
 
+def vision(torch: str) -> str:
+    """The torchvision made for this torch (0.28 for 2.13): Transformers' image processors resize with it."""
+    return f"torchvision==0.{release(torch)[1] + 15}.*"
+
+
 def main() -> None:
     """Create the environment, settle torch, install vLLM's requirements and wheel, then the project editable."""
     parser = argparse.ArgumentParser(description="Create or complete the virtual environment of the vLLM tests.")
@@ -71,6 +76,7 @@ def main() -> None:
         wheel = next(Path(place).glob("*.whl"))
         pip(command, "--constraint", str(hold), *requirements(wheel), *project())
         pip(command, "--no-deps", str(wheel))
+    pip(command, "--no-deps", vision(probe(python)["held"]["torch"]))
     pip(command, "--no-deps", "--no-build-isolation", "--editable", str(ROOT))
 
 

@@ -23,6 +23,7 @@ Every output is compared with float64 before anything is written.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib
 import importlib.util
 import json
@@ -226,11 +227,14 @@ def count(chip: str, folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def hashes() -> dict[str, str]:
-    """What the counted code was compiled from, as the evidence of compilation names it."""
+def hashes(folder: Path) -> dict[str, str]:
+    """What the counted code was compiled from: ours as the evidence of compilation names it, vLLM's files as they
+    are."""
     sys.path.append(str(ROOT / "tests" / "compile"))
     harness = importlib.import_module("harness")
-    return {name: harness.sources(name) for name in ("rel_attention", "rel_attention_decode")}
+    ours = {name: harness.sources(name) for name in ("rel_attention", "rel_attention_decode")}
+    theirs = {f"vllm {name}": hashlib.sha256((folder / OPS / f"{name}.py").read_bytes()) for name in MODULES}
+    return ours | {name: found.hexdigest()[:16] for name, found in theirs.items()}
 
 
 def run(console: Console, wheel: Path | None) -> tuple[dict[str, Any], str]:
@@ -247,9 +251,10 @@ def run(console: Console, wheel: Path | None) -> tuple[dict[str, Any], str]:
             if subprocess.run(command, check=False, env=emulator.environment()).returncode:
                 raise GateError(f"the counts on {chip} did not come to an end; the reason stands above")
             rows += json.loads(path.read_text())
+        sources = hashes(folder)
     console.print(table("Wave instructions of one attention call, counted: not a time", HEAD, totals(rows)))
     console.print(table("The same by kind of instruction, and bytes", DETAILS, details(rows)))
-    found = {"emulated": CHIPS, "vllm": release, "triton": version("triton"), "sources": hashes(), "rows": rows}
+    found = {"emulated": CHIPS, "vllm": release, "triton": version("triton"), "sources": sources, "rows": rows}
     return found, report(rows, release)
 
 

@@ -85,7 +85,7 @@ class Attention:
         options: dict[str, Any] = {"window": self.spec.window, "scale": 1 / self.spec.head_dim, "target": target}
         if self.rows > 9:
             return rel_attention(*given, **options)
-        return rel_attention_decode(*given, **options, max_query_len=self.rows, max_keys=self.keys)
+        return rel_attention_decode(*given, **options, max_query_len=self.rows)
 
     def dense(self, pages: Tensor) -> Tensor:
         """Keys or values as `[B, Hkv, keys, D]`."""

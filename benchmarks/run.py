@@ -29,9 +29,10 @@ CASES = {
     "cpu": "the shared model and engine against transformers' eager Inkling, on this machine's CPU (measured)",
     "account": "tiles, bytes, operations and roofline times of attention at the released sizes (computed)",
     "emulated": "wave instructions of attention beside vLLM's kernels for ROCm, on an emulator (counted)",
+    "fp8": "perplexity of the trained small model with an 8-bit cache of keys and values, on the CPU (measured)",
     "gpu": "every kernel on this machine's GPU, beside torch's (measured; benchmarks/gpu.sh runs the tests before)",
 }
-MODULES = {"cpu": "cpu_case"}
+MODULES = {"cpu": "cpu_case", "fp8": "fp8_case"}
 
 
 def machine() -> dict[str, Any]:

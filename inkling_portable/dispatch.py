@@ -164,12 +164,15 @@ def aiter_mxfp4(facts: Facts) -> str | None:
 
 
 def cpu_floats(facts: Facts) -> str | None:
-    """The CPU kernels read float32 and the bits of bfloat16, of the activations' type in the cache too."""
-    if facts.dtype not in ("float32", "bfloat16"):
-        return f"is for float32 and bfloat16, not {facts.dtype}"
+    """The CPU kernels read float32 and the bits of bfloat16."""
+    return None if facts.dtype in ("float32", "bfloat16") else f"is for float32 and bfloat16, not {facts.dtype}"
+
+
+def cpu_cache(facts: Facts) -> str | None:
+    """The CPU kernels read and write a cache of the activations' type."""
     if facts.kv_dtype != facts.dtype:
         return f"is for a cache of the activations' type, not of {facts.kv_dtype} for {facts.dtype}"
-    return None
+    return cpu_floats(facts)
 
 
 def cpu_dense(facts: Facts) -> str | None:
@@ -211,7 +214,7 @@ ROWS: Final[tuple[Row, ...]] = (
         "gather and norm in one launch, a program a token", "none"),
     Row("embedding",     ("cpu",),  (),   None,       "inkling_kernels.embedding:embedding_ref",            "torch",
         "a gather and a norm, in torch", "ran cpu"),
-    Row("linear",        ("gpu",),  (),   invariant,  "inkling_kernels.linear:linear",                      "fixed_tiles",
+    Row("linear",        ("gpu",),  (),   invariant,  "inkling_kernels.linear:linear",                 "fixed_tiles",
         "one tile shape and one order of sums: equal bits in every batch", "none"),
     Row("linear",        ("gpu",),  (),   None,       "inkling_kernels.linear:linear_ref",                  "torch",
         "torch's own product: cuBLAS or rocBLAS", "none"),
@@ -227,7 +230,7 @@ ROWS: Final[tuple[Row, ...]] = (
         "float32 statistics, in torch: Triton compiles nothing for a CPU", "ran cpu"),
     Row("qkvr_prep",     ("gpu",),  (),   to_float32, "inkling_kernels.kv_cache:qkvr_prep",                 "triton",
         "convolution, norms, tau and cache write (fp8 too) in one launch; only q and r leave it", "none"),
-    Row("qkvr_prep",     ("cpu",),  (),   cpu_floats, "inkling_portable.cpu.conv:qkvr_prep",                "numba",
+    Row("qkvr_prep",     ("cpu",),  (),   cpu_cache,  "inkling_portable.cpu.conv:qkvr_prep",                "numba",
         "convolution, norms, tau and cache write in one call", "ran cpu"),
     Row("qkvr_prep",     ("cpu",),  (),   None,       "inkling_kernels.kv_cache:qkvr_prep_ref",             "torch",
         "convolution, norms, tau and cache write in turn, in torch", "ran cpu"),
@@ -235,7 +238,7 @@ ROWS: Final[tuple[Row, ...]] = (
         "the kernels of the row below, decode rows in splits of one size: equal bits in every batch", "none"),
     Row("rel_attention", ("gpu",),  (),   rel_shapes, "inkling_kernels.rel_attention:rel_attention",        "triton",
         "no tensor of relative logits: the bias comes out of the matrix unit in place, a tile at a time", "compiled"),
-    Row("rel_attention", ("cpu",),  (),   cpu_floats, "inkling_portable.cpu.attention:rel_attention",       "numba",
+    Row("rel_attention", ("cpu",),  (),   cpu_cache,  "inkling_portable.cpu.attention:rel_attention",       "numba",
         "few rows in one call, 4 heads that share keys at a time, on all cores", "ran cpu"),
     Row("rel_attention", ("cpu",),  (),   None,       "inkling_kernels.rel_attention:rel_attention_ref",    "torch",
         "tiles of query rows over the keys that they may see, in torch matrix products", "ran cpu"),

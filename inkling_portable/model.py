@@ -221,8 +221,8 @@ class DecoderLayer(nn.Module):
         """
         state = batch.states[self.state_index] if batch.states is not None else None
         y = self.attn(normed, batch, state)
-        h, m = self._convolved(y, self.attn_sconv, state and state.attn_conv, batch, h, self.mlp_norm)
-        return self._convolved(self.mlp(m), self.mlp_sconv, state and state.mlp_conv, batch, h, norm)
+        h, m = self._convolved(y, self.attn_sconv, state.attn_conv if state else None, batch, h, self.mlp_norm)
+        return self._convolved(self.mlp(m), self.mlp_sconv, state.mlp_conv if state else None, batch, h, norm)
 
     def _convolved(
         self,

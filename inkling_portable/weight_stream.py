@@ -15,6 +15,7 @@ from inkling_kernels.numerics import ExpertWeight, Format
 from inkling_portable.checkpoint import CheckpointError, stored_names
 from inkling_portable.config import InklingConfig
 from inkling_portable.tensor_table import Section, Spelling, TensorSpec, stored_parts, tensor_table
+from inkling_portable.weights import input_scale
 
 SPELLINGS: tuple[Spelling, ...] = ("original", "transformers", "transformers_nested")
 
@@ -103,7 +104,8 @@ def _packed(spec: TensorSpec, format: Format, name: str, held: dict[str, torch.T
             second = held[f"{name}.scale2"].float()
             second = second.flatten() if second.shape[1:] == (1,) else second
             scale = held[f"{name}.scale"].view(torch.float8_e4m3fn)
-            weight = ExpertWeight("nvfp4", held[name], scale, second, spec.layout)
+            activations = input_scale(held[f"{name}.input_amax"])
+            weight = ExpertWeight("nvfp4", held[name], scale, second, spec.layout, input_scale=activations)
         weight.check_values()
     except (ValueError, RuntimeError) as error:
         raise CheckpointError(f"{name}: {error}") from None

@@ -50,7 +50,7 @@ def activate(backend: str, arch: int | str, races: bool = True) -> Any:
     import tcgen05
 
     _leave_waiting_blocks_alone(ptxemu.Exec, tcgen05)
-    _add_small_products(gcnemu)
+    add_small_products(gcnemu)
     emudrv.activate(backend, arch, races)
     return emudrv
 
@@ -87,7 +87,7 @@ def _leave_waiting_blocks_alone(machine: Any, tensor_memory: Any) -> None:
     tensor_memory.t_ld, tensor_memory.t_st = _own_lanes(tensor_memory.t_ld), _own_lanes(tensor_memory.t_st)
 
 
-def _add_small_products(machine: Any) -> None:
+def add_small_products(machine: Any) -> None:
     """`v_mfma_f32_4x4x4_16b`, which Triton takes for 4 rows on CDNA: sixteen products of 4 x 4 x 4. Lane `4 * block +
     i` holds row `i` of a block of A and column `i` of B and of the result, whose rows are registers; `cbsz:4 abid:n`
     takes A's block `n` for all of them. (AMD CDNA3 ISA guide, section 7.)"""

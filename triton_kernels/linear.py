@@ -1,4 +1,4 @@
-"""The projection `y[t] = W x[t]`, which a GPU leaves to the matrix products of torch (cuBLAS, hipBLASLt) wherever it may.
+"""The projection `y[t] = W x[t]`, which a GPU leaves to the matrix products of torch (cuBLAS, hipBLASLt) where it may.
 
 Those choose the order of a sum by the size of the batch. The kernel here has one tile shape and takes the columns in
 one order, so a row's bits do not depend on its neighbours; sums are float32, rounded once.

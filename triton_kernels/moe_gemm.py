@@ -268,8 +268,8 @@ def _check(
     return len(x), hidden, width
 
 
-def _weight(format: str, experts: int, rows: int, columns: int, layout: Layout) -> ExpertWeight:
-    """A weight of the `meta` device."""
+def weight_on_meta(format: str, experts: int, rows: int, columns: int, layout: Layout) -> ExpertWeight:
+    """A weight of the `meta` device, for compilation."""
     if format == "bf16":
         data = torch.empty(experts, rows, columns, dtype=torch.bfloat16, device="meta")
         return ExpertWeight("bf16", data, layout=layout)
@@ -284,8 +284,8 @@ def _weight(format: str, experts: int, rows: int, columns: int, layout: Layout) 
 def _case(format: str, tokens: int, width: int) -> CompileCase:
     def launch(target: Target) -> torch.Tensor:
         x = torch.empty(tokens, 6144, dtype=torch.bfloat16, device="meta")
-        w13 = prepare_experts(_weight(format, 256, 2 * width, 6144, "interleaved"), target)
-        w2 = prepare_experts(_weight(format, 256, 6144, width, "plain"), target)
+        w13 = prepare_experts(weight_on_meta(format, 256, 2 * width, 6144, "interleaved"), target)
+        w2 = prepare_experts(weight_on_meta(format, 256, 6144, width, "plain"), target)
         ids = torch.empty(tokens, 6, dtype=torch.int32, device="meta")
         return moe_experts(x, w13, w2, ids, torch.empty(tokens, 6, device="meta"), target=target)
 

@@ -73,13 +73,15 @@ def attend_fn(
     first, token, begin, end, low, high, window, extent, scale,
     D: tl.constexpr, D_REL: tl.constexpr, TOKENS: tl.constexpr, EXTRA: tl.constexpr, BLOCK_N: tl.constexpr,
     PAGE: tl.constexpr, FP8: tl.constexpr, BIAS: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
+    APART: tl.constexpr,
 ):  # fmt: skip
     """Online softmax of one query tile over the keys `begin .. end - 1`, in tiles from a multiple of BLOCK_N on.
 
     `first` is the position of the tile's token 0. Keys outside `low .. high - 1` belong to no row: neither they, nor
     their values, nor their page numbers are read, and zeros stand for them. BIAS: some distance may lie inside the
     extent; WINDOW: some key may have left a row's window; CAUSAL: some key may lie ahead of a row, or at or past
-    `high`.
+    `high`; APART: some rows may see a key that others do not. There a value that is not finite makes NaN of the rows
+    that give its key weight and of no other; in a plain product 0 * NaN would be NaN in all of them.
     """
     col = tl.arange(0, BLOCK_N)
     dim = tl.arange(0, D).to(tl.int64)
@@ -116,13 +118,18 @@ def attend_fn(
         raised = tl.maximum(peak, tl.max(score, 1))
         weight = tl.exp2((score - raised[:, None]) * LOG2E)
         decay = tl.exp2((peak - raised) * LOG2E)
-        total = total * decay + tl.sum(weight, 1)
-        peak = raised
         if WINDOW or CAUSAL:
             v = tl.load(v_at, mask=held[:, None], other=0)
         else:
             v = tl.load(v_at)
         v = _widen_fn(v, FP8, q.dtype)
+        if APART:
+            # 0 for a key whose values are finite, else NaN.
+            spoilt = tl.sum(v.to(tl.float32) * 0.0, 1)
+            weight += tl.where(weight > 0.0, spoilt[None, :], 0.0)
+            v = tl.where(tl.abs(v.to(tl.float32)) < float("inf"), v, 0.0)
+        total = total * decay + tl.sum(weight, 1)
+        peak = raised
         acc = tl.dot(weight.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
     return acc, peak, total
 

@@ -1,13 +1,14 @@
 """The attention backend CUSTOM and that of the convolution state, with their metadata: where a step's rows belong.
 
 Honoured of `CommonAttentionMetadata`: counts are padded when a graph is replayed (rows behind `query_start_loc[-1]`
-and requests of no rows are padding, which the kernels pass over), slots of -1 are not written, and `max_seq_len` and
-the CPU lengths, which may be upper bounds, are not read: lengths stay on the device.
+and requests of no rows are padding, which the kernels pass over), slots of -1 are not written, lengths stay on the
+device, and what the CPU says of them is taken for the upper bounds that it is. A graph is captured for the longest
+sequences that it may replay.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -36,6 +37,8 @@ class PortableMetadata(AttentionMetadata):
     kv_lens: torch.Tensor
     table: torch.Tensor
     slot_mapping: torch.Tensor
+    max_query_len: int
+    max_kv_len: int
 
 
 class PortableMetadataBuilder(AttentionMetadataBuilder[PortableMetadata]):
@@ -59,7 +62,13 @@ class PortableMetadataBuilder(AttentionMetadataBuilder[PortableMetadata]):
             kv_lens=common.seq_lens[:requests],
             table=common.block_table_tensor[:requests],
             slot_mapping=common.slot_mapping,
+            max_query_len=int(common.max_query_len),
+            max_kv_len=int(common.max_seq_len),
         )
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> PortableMetadata:
+        captured = self.build(0, common_attn_metadata)
+        return replace(captured, max_kv_len=self.vllm_config.model_config.max_model_len)
 
 
 class PortableBackend(AttentionBackend):

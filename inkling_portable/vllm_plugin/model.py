@@ -88,6 +88,15 @@ class Blocks(nn.Module):
             return self.caches[index].batch(metadata, len(h))
         return self.caches[index].rehearsal(len(h), h.dtype, h.device)
 
+    def scaled(self, product: torch.Tensor | None) -> torch.Tensor | None:
+        """Logits, float32, of the head's product; None on ranks to which vLLM does not gather it."""
+        if product is None:
+            return None
+        config = self.build.config
+        divisor = config.logits_mup_width_multiplier
+        logits: torch.Tensor = self.build.ops.logits(product, vocabulary=product.shape[1], divisor=divisor)[0]
+        return logits
+
     def own_weights(
         self, stream: Iterable[tuple[str, torch.Tensor]], sections: Sequence[Section]
     ) -> Iterator[tuple[str, torch.Tensor | ExpertWeight]]:
@@ -99,21 +108,18 @@ class Blocks(nn.Module):
                 yield name, self._own_experts(name, value)
             elif name.endswith((".attn_sconv.weight", ".mlp_sconv.weight")):
                 yield name, value[own.start : own.stop]
+            elif name.startswith(("visual.", "audio.")):
+                yield name, value
             else:
                 yield name, build.rank.tensor(build.whole, name, value)
 
     def _own_experts(self, name: str, value: ExpertWeight) -> ExpertWeight:
-        build, held = self.build, slice(None)
-        if build.experts is not None:
-            held = slice(build.experts.start, build.experts.stop)
-        elif isinstance(part := build.rank.tensor(build.whole, name, value), ExpertWeight):
-            value = part
-        dtype = build.dtype if value.format == "bf16" else value.data.dtype
-        data, scale, scale2 = (
-            None if tensor is None else tensor[held].to(build.device, kind).contiguous()
-            for tensor, kind in ((value.data, dtype), (value.scale, None), (value.scale2, None))
-        )
-        return replace(value, data=data, scale=scale, scale2=scale2)
+        build = self.build
+        part = build.rank.tensor(build.whole, name, value) if build.experts is None else build.experts.weight(value)
+        if not isinstance(part, ExpertWeight):
+            raise TypeError(f"{name} is no expert weight")
+        part = part.to(build.device)
+        return replace(part, data=part.data.to(build.dtype)) if part.format == "bf16" else part
 
 
 class PortableForCausalLM(Blocks, SupportsPP, SupportsLoRA):
@@ -131,11 +137,11 @@ class PortableForCausalLM(Blocks, SupportsPP, SupportsLoRA):
         )
         self.model.add_module("embed_tokens", Embedding(self.model))
         for experts in self.model.experts().values():
-            experts.first = build.experts.start if build.experts else None
+            experts.first = build.experts.held(build.whole.n_routed_experts).start if build.experts else None
         self.give_caches((f"model.layers.{layer.state_index}", layer) for layer in self.model.decoder_layers())
         vocabulary = config.unpadded_vocab_size
         self.lm_head = ParallelLMHead(vocabulary, config.hidden_size, params_dtype=build.dtype, prefix="lm_head")
-        self.logits_processor = LogitsProcessor(vocabulary, scale=1.0 / config.logits_mup_width_multiplier)
+        self.logits_processor = LogitsProcessor(vocabulary)
         self.make_empty_intermediate_tensors = make_empty_intermediate_tensors_factory(
             ["hidden_states"], config.hidden_size
         )
@@ -172,7 +178,7 @@ class PortableForCausalLM(Blocks, SupportsPP, SupportsLoRA):
         out.copy_(self.model.through(h, lambda layer: self.batch(layer.state_index, h), norm)[1])
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        return self.logits_processor(self.lm_head, hidden_states)
+        return self.scaled(self.logits_processor(self.lm_head, hidden_states))
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Fill the model from vLLM's stream. Raises `CheckpointError` listing what is missing or unknown."""
@@ -254,8 +260,7 @@ class PortableMTP(Blocks):
         )
         self.give_caches((f"mtp.{d}", block) for d, block in enumerate(self.model.blocks()))
         self.lm_head: nn.Module | None = None  # vLLM gives it the backbone's, and `model.embed_tokens` too
-        scale = 1.0 / build.config.logits_mup_width_multiplier
-        self.logits_processor = LogitsProcessor(build.config.unpadded_vocab_size, scale=scale)
+        self.logits_processor = LogitsProcessor(build.config.unpadded_vocab_size)
         self.requires_grad_(False)
 
     def embed_input_ids(
@@ -291,7 +296,7 @@ class PortableMTP(Blocks):
         out.copy_(self.model(depth, hidden, embedded, self.batch(index, hidden)))
 
     def compute_logits(self, hidden_states: torch.Tensor, spec_step_idx: int = 0) -> torch.Tensor | None:
-        return self.logits_processor(self.lm_head, hidden_states)
+        return self.scaled(self.logits_processor(self.lm_head, hidden_states))
 
     def get_top_tokens(self, hidden_states: torch.Tensor, spec_step_idx: int = 0) -> torch.Tensor:
         return self.logits_processor.get_top_tokens(self.lm_head, hidden_states)

@@ -14,7 +14,7 @@ from inkling_kernels.target import Target
 from inkling_portable.config import InklingConfig
 from inkling_portable.dispatch import ROWS, Facts, forced_from_environment
 from inkling_portable.ops import Ops
-from inkling_portable.parallel import Rank
+from inkling_portable.parallel import ExpertRank, Rank
 from inkling_portable.vllm_plugin.backend import PAGE_SIZES
 
 _DTYPES = (torch.bfloat16, torch.float32)
@@ -32,7 +32,7 @@ class Build:
     dtype: torch.dtype
     device: str
     format: Format
-    experts: range | None
+    experts: ExpertRank | None
 
     @classmethod
     def of(cls, vllm_config: VllmConfig, model_config: ModelConfig, target: Target) -> Build:
@@ -41,12 +41,14 @@ class Build:
         check(vllm_config, whole, model_config.dtype)
         parallel = vllm_config.parallel_config
         rank = Rank(parallel.tensor_parallel_size, get_tensor_model_parallel_rank())
-        config = rank.config(whole)
-        split = parallel.enable_expert_parallel and rank.size > 1
-        experts = rank.part(whole.n_routed_experts, "the number of routed experts") if split else None
+        experts = None
+        if parallel.enable_expert_parallel and rank.size > 1:
+            experts = ExpertRank(rank.size, rank.rank)
+        # Experts that are dealt out whole are not cut along their width, so no block of theirs can be.
+        config = rank.config(whole if experts is None else whole.replace(quantization=None))
         format: Format = whole.quantization.format if whole.quantization else "bf16"
         device = str(vllm_config.device_config.device)
-        facts = facts_of(vllm_config, whole if split else config, len(experts or range(whole.n_routed_experts)), format)
+        facts = facts_of(vllm_config, whole if experts else config, experts, format)
         forced = forced_from_environment() | forced_experts(vllm_config.kernel_config.moe_backend)
         ops = Ops.bind(target, facts, forced)
         return cls(whole, config, rank, ops, model_config.dtype, device, format, experts)
@@ -80,12 +82,11 @@ def check(vllm_config: VllmConfig, config: InklingConfig, dtype: torch.dtype) ->
             refuse("--pipeline-parallel-size with MTP drafts", parallel.pipeline_parallel_size, "one of the two")
 
 
-def facts_of(vllm_config: VllmConfig, config: InklingConfig, experts: int, format: Format) -> Facts:
-    """The facts by which the dispatch table chooses, of this rank."""
+def facts_of(vllm_config: VllmConfig, config: InklingConfig, experts: ExpertRank | None, format: Format) -> Facts:
+    """The facts by which the dispatch table chooses, of this rank; `config` has the width of the experts it holds."""
     cache, dtype = vllm_config.cache_config, str(vllm_config.model_config.dtype).removeprefix("torch.")
     # vLLM cuts blocks of other sizes into the largest pages that divide them.
     block = cache.block_size or PAGE_SIZES[0]
-    parallel = vllm_config.parallel_config
     return Facts(
         format=format,
         dtype=dtype,
@@ -94,11 +95,11 @@ def facts_of(vllm_config: VllmConfig, config: InklingConfig, experts: int, forma
         head_dim=config.head_dim,
         d_rel=config.d_rel,
         page_size=max(size for size in PAGE_SIZES if block % size == 0),
-        num_experts=experts or 1,
+        num_experts=max(1, len(experts.held(config.n_routed_experts)) if experts else config.n_routed_experts),
         expert_width=config.moe_intermediate_size or 1,
         top_k=config.num_experts_per_tok or 1,
         conv_width=config.conv_kernel_size,
-        ep_size=parallel.tensor_parallel_size if parallel.enable_expert_parallel else 1,
+        ep_size=experts.size if experts else 1,
     )
 
 

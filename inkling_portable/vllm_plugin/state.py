@@ -113,6 +113,8 @@ class LayerCaches:
             tables={kind: attention.table},
             slot_mapping={kind: attention.slot_mapping[:rows]},
             states={self.index: LayerState(*self.kv.pages(), *self.conv.streams(), self.kv_scales)},
+            max_query_len=attention.max_query_len,
+            max_kv_len=attention.max_kv_len,
         )
 
     def rehearsal(self, rows: int, dtype: torch.dtype, device: torch.device) -> Batch:
@@ -129,4 +131,6 @@ class LayerCaches:
             tables={kind: nowhere},
             slot_mapping={kind: torch.full((rows,), -1, dtype=torch.int64, device=device)},
             states={self.index: LayerState(k, v, kv, attn, mlp, self.kv_scales)},
+            max_query_len=rows,
+            max_kv_len=rows,
         )

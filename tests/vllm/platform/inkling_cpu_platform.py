@@ -1,8 +1,9 @@
 """For tests alone: vLLM's CUDA wheel on a CPU, its Triton kernels in the interpreter. Only who puts this folder on
 `PYTHONPATH` gets it, since vLLM finds it by the metadata beside this file.
 
-vLLM chooses its runner by whether Triton has an active driver, so one that is active stands in; the C++ extension that
-a CUDA wheel cannot load on a CPU is asked for one function, which does nothing here.
+vLLM chooses its runner by whether Triton has an active driver, so one that is active stands in. The C++ extension that
+a CUDA wheel cannot load on a CPU is asked for one function, which does nothing here; that of torchvision, which
+Transformers' image processors resize with, must have two for the package to be imported.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ from __future__ import annotations
 import functools
 import os
 import types
+
+# Kept, since what a library defines goes away with it.
+LIBRARIES: list[object] = []
 
 
 @functools.cache
@@ -19,10 +23,13 @@ def activate() -> str:
     import torch
     import triton.backends
 
-    library = torch.library.Library("_C", "FRAGMENT")
-    library.define("init_cpu_memory_env(int[] nodes) -> ()")
-    library.impl("init_cpu_memory_env", lambda nodes: None, "CompositeExplicitAutograd")
-    globals()["_library"] = library
+    native = torch.library.Library("_C", "FRAGMENT")
+    native.define("init_cpu_memory_env(int[] nodes) -> ()")
+    native.impl("init_cpu_memory_env", lambda nodes: None, "CompositeExplicitAutograd")
+    vision = torch.library.Library("torchvision", "FRAGMENT")
+    for name in ("nms", "qnms"):
+        vision.define(f"{name}(Tensor boxes, Tensor scores, float iou_threshold) -> Tensor")
+    LIBRARIES.extend([native, vision])
     active = types.SimpleNamespace(is_active=lambda: True)
     triton.backends.backends["inkling_test"] = types.SimpleNamespace(driver=active, compiler=None)
     return "inkling_cpu_platform.CpuWithWheel"
