@@ -156,6 +156,8 @@ def aiter_mxfp4(facts: Facts) -> str | None:
     for what, width in (("an expert width on this rank", facts.expert_width), ("a hidden size", facts.hidden_size)):
         if width % 256:
             found.append(f"needs {what} that is a multiple of 256, not {width}")
+    if facts.batch_invariant:
+        found.append("adds a token's experts in no fixed order")
     if facts.ep_size > 1:
         found.append(f"needs all routed experts on one rank, not on {facts.ep_size}")
     if missing := aiter_support.problem():

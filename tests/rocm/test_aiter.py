@@ -261,6 +261,7 @@ def test_it_is_chosen_on_an_mi355x(installed: Path) -> None:
         ({"dtype": "float32"}, "takes bfloat16 activations, not float32"),
         ({"expert_width": 384}, "needs an expert width on this rank that is a multiple of 256, not 384"),
         ({"hidden_size": 4000}, "needs a hidden size that is a multiple of 256, not 4000"),
+        ({"batch_invariant": True}, "adds a token's experts in no fixed order"),
         ({"ep_size": 8}, "needs all routed experts on one rank, not on 8"),
     ],
 )
