@@ -15,7 +15,7 @@ entries are recomputed. Those entries depend on tokens behind the prefix, so the
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -28,13 +28,17 @@ FULL, SLIDING = "full", "sliding"
 
 @dataclass(frozen=True)
 class LayerState:
-    """One decoder layer's caches: K and V pages `[P, page, Hkv, D]` and the rings `[S, R, C]` of its convolutions."""
+    """One decoder layer's caches: K and V pages `[P, page, Hkv, D]` and the rings `[S, R, C]` of its convolutions.
+
+    `kv_scales` are the scales of K and V in an fp8 cache.
+    """
 
     k_pages: torch.Tensor
     v_pages: torch.Tensor
     kv_conv: torch.Tensor
     attn_conv: torch.Tensor
     mlp_conv: torch.Tensor
+    kv_scales: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def rings(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -48,9 +52,9 @@ class Batch:
     `cu_seqlens` `[B+1]`, `kv_lens` `[B]` (tokens including this step's rows) and `slots` `[B]` are int32; `tables`
     and `slot_mapping` are per kind of layer: `[B, max_pages]` int32 with -1 for absent pages, `[T]` int64 flat cache
     slots. `states` is indexed by layer; without it nothing is kept, every sequence starts here and all are equally
-    long (training). No sequence has more rows than `max_query_len` nor more tokens than `max_kv_len`, which the host
-    knows without reading a tensor (None: unknown); they choose between kernels. A captured step states its graph's
-    bounds.
+    long (training). Where a host keeps the convolutions' inputs in pages, `slots` is their block table `[B, N]`. No
+    sequence has more rows than `max_query_len` nor more tokens than `max_kv_len`, which the host knows without reading
+    a tensor (None: unknown); they choose between kernels. A captured step states its graph's bounds.
     """
 
     cu_seqlens: torch.Tensor
@@ -58,7 +62,7 @@ class Batch:
     slots: torch.Tensor
     tables: dict[str, torch.Tensor]
     slot_mapping: dict[str, torch.Tensor]
-    states: Sequence[LayerState] | None
+    states: Sequence[LayerState] | Mapping[int, LayerState] | None
     max_query_len: int | None = None
     max_kv_len: int | None = None
 

@@ -374,6 +374,7 @@ def write_packed(writer: CheckpointWriter, spec: TensorSpec, weight: ExpertWeigh
     Second scales and metadata of a weight written expert by expert are left to `write_nvfp4_metadata`.
     """
     name, first = stored_parts(spec, "original")[0].name, (expert or 0) * spec.shape[1]
+    weight.require_order("pairs", name)
     if expert is None:
         _check_layout(spec, weight)
     writer.write(name, weight.data, first)
@@ -382,15 +383,18 @@ def write_packed(writer: CheckpointWriter, spec: TensorSpec, weight: ExpertWeigh
     elif weight.scale is not None:
         writer.write(f"{name}_scale", weight.scale, first)
     if weight.scale2 is not None and expert is None:
-        write_nvfp4_metadata(writer, spec, weight.scale2)
+        write_nvfp4_metadata(writer, spec, weight.scale2, weight.input_scale)
 
 
-def write_nvfp4_metadata(writer: CheckpointWriter, spec: TensorSpec, scale2: torch.Tensor) -> None:
-    """Write the second scales of all experts, [E] or [E, 2] as planned, and what ModelOpt writes beside them."""
+def write_nvfp4_metadata(
+    writer: CheckpointWriter, spec: TensorSpec, scale2: torch.Tensor, input_scale: torch.Tensor | None = None
+) -> None:
+    """Write the second scales of all experts, [E] or [E, 2] as planned, and what ModelOpt writes beside them:
+    `input_scale` as the largest magnitude of an activation, `UNCALIBRATED_AMAX` where there is none."""
     name = stored_parts(spec, "original")[0].name
     planned = writer.shape(f"{name}.scale2")
     if len(planned) < scale2.dim():
         raise ValueError(f"{name}: second scales of gate and up apart, expected one an expert or separate_gate_up=True")
     writer.write(f"{name}.scale2", scale2 if len(planned) == scale2.dim() else scale2.unsqueeze(1).expand(planned))
-    writer.write(f"{name}.input_amax", torch.tensor([UNCALIBRATED_AMAX]))
+    writer.write(f"{name}.input_amax", (torch.ones(1) if input_scale is None else input_scale) * UNCALIBRATED_AMAX)
     writer.write(f"{name}.original_shape", torch.tensor(spec.shape))

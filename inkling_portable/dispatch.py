@@ -18,10 +18,12 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
 from inkling_kernels.target import CAPABILITIES, TARGETS, Target
+from inkling_rocm import aiter_support
 
 #: The operations that a model is made of, in the order of a forward pass.
 OPS: Final = (
     "embedding",
+    "linear",
     "rms_norm",
     "qkvr_prep",
     "rel_attention",
@@ -29,7 +31,6 @@ OPS: Final = (
     "routing",
     "moe_experts",
     "silu_mul",
-    "linear",
     "logits",
 )
 FORMATS: Final = ("bf16", "nvfp4", "mxfp4")
@@ -50,6 +51,7 @@ class Facts:
     * `hidden_size`, `head_dim`, `d_rel`, `top_k`, `conv_width`: as in the model's config.
     * `page_size`: tokens in a page of the KV cache.
     * `num_experts`, `expert_width`: routed experts held, and their width, on this rank: local under EP and TP.
+    * `ep_size`: ranks that share the routed experts among them. From 2 on, ids of experts held elsewhere come as -1.
     * `batch_invariant`: whether a token's bits must not depend on its batch.
 
     Raises ValueError or TypeError naming the field that is out of its range.
@@ -66,6 +68,7 @@ class Facts:
     expert_width: int = 3072
     top_k: int = 6
     conv_width: int = 4
+    ep_size: int = 1
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:
@@ -96,10 +99,14 @@ class Row:
     * `needs`: capabilities (`CAPABILITIES`), all of them.
     * `when`: a `Condition`, or None.
     * `impl`: `module:function`; `name`: the short name by which `INKLING_IMPL` forces it.
+    * `prepare`: for experts whose implementation reads weights in a layout of its own, the `module:function` that
+      rearranges each at load.
     * `why`: what this implementation is and why it stands where it does.
     * `evidence`: what was seen of it: `ran DEVICE`, `emulated` (its compiled code was executed on an emulator),
       `compiled` or `none`. A JSON file in `benchmarks/results/` or `rocm/evidence/` backs each but the last: for
       `ran DEVICE` one whose `device` is DEVICE, else one with that word as `evidence` and `op=name` in `rows`.
+    * `prepare`: for experts, the `module:function` that gives weights the order that the implementation reads fastest,
+      called once a weight at load with the target; empty where they stay as checkpoints have them.
     """
 
     op: str
@@ -110,6 +117,7 @@ class Row:
     name: str
     why: str
     evidence: str
+    prepare: str | None = None
 
     def problem(self, target: Target, facts: Facts) -> str | None:
         """Why this row does not hold on `target` for `facts`, or None where it does."""
@@ -137,6 +145,39 @@ def groupable(facts: Facts) -> str | None:
     if facts.format != "bf16" and any(width % 32 for width in widths):
         return f"takes packed widths that are multiples of 32, not {widths[0]} by {widths[1]}"
     return to_float32(facts)
+
+
+def aiter_mxfp4(facts: Facts) -> str | None:
+    """AITER's MXFP4 products are silently wrong where they sum over a number of columns that is no multiple of 256
+    (ROCm/aiter issues 4176 and 5233); its masks for experts of other ranks mean different things in its versions."""
+    found = [] if facts.format == "mxfp4" else [f"is for mxfp4, not {facts.format}"]
+    if facts.dtype != "bfloat16":
+        found.append(f"takes bfloat16 activations, not {facts.dtype}")
+    for what, width in (("an expert width on this rank", facts.expert_width), ("a hidden size", facts.hidden_size)):
+        if width % 256:
+            found.append(f"needs {what} that is a multiple of 256, not {width}")
+    if facts.ep_size > 1:
+        found.append(f"needs all routed experts on one rank, not on {facts.ep_size}")
+    if missing := aiter_support.problem():
+        found.append(missing)
+    return "; ".join(found) or None
+
+
+def cpu_floats(facts: Facts) -> str | None:
+    """The CPU kernels read float32 and the bits of bfloat16."""
+    return None if facts.dtype in ("float32", "bfloat16") else f"is for float32 and bfloat16, not {facts.dtype}"
+
+
+def cpu_cache(facts: Facts) -> str | None:
+    """The CPU kernels read and write a cache of the activations' type."""
+    if facts.kv_dtype != facts.dtype:
+        return f"is for a cache of the activations' type, not of {facts.kv_dtype} for {facts.dtype}"
+    return cpu_floats(facts)
+
+
+def cpu_dense(facts: Facts) -> str | None:
+    """The CPU kernel of the experts reads unquantised weights."""
+    return cpu_floats(facts) if facts.format == "bf16" else f"is for unquantised experts, not {facts.format}"
 
 
 def rel_shapes(facts: Facts) -> str | None:
@@ -173,44 +214,65 @@ ROWS: Final[tuple[Row, ...]] = (
         "gather and norm in one launch, a program a token", "none"),
     Row("embedding",     ("cpu",),  (),   None,       "inkling_kernels.embedding:embedding_ref",            "torch",
         "a gather and a norm, in torch", "ran cpu"),
+    Row("linear",        ("gpu",),  (),   invariant,  "inkling_kernels.linear:linear",                 "fixed_tiles",
+        "one tile shape and one order of sums: equal bits in every batch", "none"),
+    Row("linear",        ("gpu",),  (),   None,       "inkling_kernels.linear:linear_ref",                  "torch",
+        "torch's own product: cuBLAS or rocBLAS", "none"),
+    Row("linear",        ("cpu",),  (),   cpu_floats, "inkling_portable.cpu.rows:linear",                   "numba",
+        "few rows in one pass over the weight, 4 at a time, on all cores", "ran cpu"),
+    Row("linear",        ("cpu",),  (),   None,       "inkling_kernels.linear:linear_ref",                  "torch",
+        "torch's own product", "ran cpu"),
     Row("rms_norm",      ("gpu",),  (),   to_float32, "inkling_kernels.norm:rms_norm",                      "triton",
         "whole rows in registers, read once; a row's bits do not depend on the batch", "none"),
+    Row("rms_norm",      ("cpu",),  (),   cpu_floats, "inkling_portable.cpu.rows:rms_norm",                 "numba",
+        "few rows in one call, read once", "ran cpu"),
     Row("rms_norm",      ("cpu",),  (),   None,       "inkling_kernels.norm:rms_norm_ref",                  "torch",
         "float32 statistics, in torch: Triton compiles nothing for a CPU", "ran cpu"),
     Row("qkvr_prep",     ("gpu",),  (),   to_float32, "inkling_kernels.kv_cache:qkvr_prep",                 "triton",
         "convolution, norms, tau and cache write (fp8 too) in one launch; only q and r leave it", "none"),
+    Row("qkvr_prep",     ("cpu",),  (),   cpu_cache,  "inkling_portable.cpu.conv:qkvr_prep",                "numba",
+        "convolution, norms, tau and cache write in one call", "ran cpu"),
     Row("qkvr_prep",     ("cpu",),  (),   None,       "inkling_kernels.kv_cache:qkvr_prep_ref",             "torch",
         "convolution, norms, tau and cache write in turn, in torch", "ran cpu"),
     Row("rel_attention", ("gpu",), (), invariant_rel, "inkling_kernels.batch_invariant:rel_attention", "fixed_splits",
         "the kernels of the row below, decode rows in splits of one size: equal bits in every batch", "none"),
     Row("rel_attention", ("gpu",),  (),   rel_shapes, "inkling_kernels.rel_attention:rel_attention",        "triton",
         "no tensor of relative logits: the bias comes out of the matrix unit in place, a tile at a time", "compiled"),
+    Row("rel_attention", ("cpu",),  (),   cpu_cache,  "inkling_portable.cpu.attention:rel_attention",       "numba",
+        "few rows in one call, 4 heads that share keys at a time, on all cores", "ran cpu"),
     Row("rel_attention", ("cpu",),  (),   None,       "inkling_kernels.rel_attention:rel_attention_ref",    "torch",
         "tiles of query rows over the keys that they may see, in torch matrix products", "ran cpu"),
     Row("short_conv",    ("gpu",),  (),   to_float32, "inkling_kernels.short_conv:short_conv",              "triton",
         "one launch for prefill, decode and verify, on a ring that needs no roll-back", "none"),
+    Row("short_conv",    ("cpu",),  (),   cpu_floats, "inkling_portable.cpu.conv:short_conv",               "numba",
+        "one call for prefill, decode and verify, the ring in place", "ran cpu"),
     Row("short_conv",    ("cpu",),  (),   None,       "inkling_kernels.short_conv:short_conv_ref",          "torch",
         "a float32 sum of W shifted products, in torch", "ran cpu"),
     Row("routing",       ("gpu",),  (),   to_float32, "inkling_kernels.routing:routing",                    "triton",
         "float32; the maximum taken k times over keys that hold score and index", "none"),
+    Row("routing",       ("cpu",),  (),   cpu_floats, "inkling_portable.cpu.rows:routing",                  "numba",
+        "few rows in one call; float64 rounded to float32 scores", "ran cpu"),
     Row("routing",       ("cpu",),  (),   None,       "inkling_kernels.routing:routing_ref",                "torch",
         "float32 in torch; a stable sort, so that the lowest index wins a tie", "ran cpu"),
+    Row("moe_experts",   ("gfx950",), ("mfma_scale",), aiter_mxfp4, "inkling_rocm.aiter_moe:moe_experts",       "aiter",
+        "AMD's fused kernels; activations rounded to MXFP4 as well, sums by atomics", "none",
+        prepare="inkling_rocm.aiter_moe:prepare"),
     Row("moe_experts", ("gpu",), (), invariant_experts, "inkling_kernels.batch_invariant:moe_experts", "fixed_tiles",
-        "the kernels of the row below in one tile shape: equal bits in every batch", "none"),
+        "the kernels of the row below in one tile shape: equal bits in every batch", "none",
+        "inkling_kernels.moe_gemm_fp4:prepare_experts"),
     Row("moe_experts",   ("gpu",),  (),   groupable,  "inkling_kernels.moe_gemm:moe_experts",               "triton",
-        "grouped products on sorted tokens; fp4 is unpacked in registers; summed without atomics", "none"),
+        "grouped products on sorted tokens; fp4 is unpacked in registers; summed without atomics", "none",
+        "inkling_kernels.moe_gemm_fp4:prepare_experts"),
+    Row("moe_experts",   ("cpu",),  (),   cpu_dense,  "inkling_portable.cpu.experts:moe_experts",           "numba",
+        "grouped: each expert's weights read once, on all cores, summed in one order", "ran cpu"),
     Row("moe_experts",   ("cpu",),  (),   None,       "inkling_kernels.moe_gemm:moe_experts_ref",           "torch",
         "one matrix product an expert that has tokens; fp4 is dequantised an expert at a time", "ran cpu"),
     Row("silu_mul",      ("gpu",),  (),   to_float32, "inkling_kernels.activation:silu_mul",                "triton",
         "elementwise on the interleaved columns, in float32", "none"),
+    Row("silu_mul",      ("cpu",),  (),   cpu_floats, "inkling_portable.cpu.rows:silu_mul",                 "numba",
+        "few rows in one call", "ran cpu"),
     Row("silu_mul",      ("cpu",),  (),   None,       "inkling_kernels.activation:silu_mul_ref",            "torch",
         "elementwise on the interleaved columns, in torch", "ran cpu"),
-    Row("linear",        ("gpu",),  (),   invariant,  "inkling_kernels.batch_invariant:linear",        "fixed_tiles",
-        "one tile shape and one order of sums: equal bits in every batch", "none"),
-    Row("linear",        ("gpu",),  (),   None,       "inkling_kernels.batch_invariant:linear_ref",         "torch",
-        "the library's product: cuBLAS, hipBLASLt", "none"),
-    Row("linear",        ("cpu",),  (),   None,       "inkling_kernels.batch_invariant:linear_ref",         "torch",
-        "the library's product: oneDNN, MKL", "ran cpu"),
     Row("logits",        ("gpu",),  (),   to_float32, "inkling_kernels.logits:logits",                      "triton",
         "muP scale, float32 and a flag for rows that are not finite, in one launch", "none"),
     Row("logits",        ("cpu",),  (),   None,       "inkling_kernels.logits:logits_ref",                  "torch",

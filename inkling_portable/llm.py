@@ -23,6 +23,7 @@ from inkling_kernels.target import usable_target
 from inkling_portable.cache import FULL, SLIDING, kind_of
 from inkling_portable.checkpoint import Checkpoint
 from inkling_portable.config import InklingConfig
+from inkling_portable.conversion import Conversion
 from inkling_portable.dispatch import Facts
 from inkling_portable.engine import Engine
 from inkling_portable.model import Inkling
@@ -60,7 +61,9 @@ class LLM:
     """A model with its tokenizer, ready to generate; arguments are named after vLLM's.
 
     `model` is a checkpoint folder or hub id; without one the small trained model that comes with the package is used.
-    `dtype` 'auto' is bfloat16, the dtype of the released checkpoints. The caches hold `max_num_seqs` sequences of
+    `dtype` 'auto' is bfloat16, the dtype of the released checkpoints. `moe_format` (bf16, nvfp4 or mxfp4) is the format
+    in which the routed experts are held, the checkpoint's where it is None; `conversion` then says what error that
+    added. The caches hold `max_num_seqs` sequences of
     `max_model_len` tokens within `kv_cache_memory_bytes`; a context that does not fit is an error that says what
     does. `batch_invariant` makes the logits of a request the same to the last bit whatever else is running: all
     products in fixed tiles and splits, prompts and generated tokens in steps of their own. It needs the kernels, so a
@@ -72,6 +75,7 @@ class LLM:
         model: str | Path | None = None,
         *,
         dtype: str | torch.dtype = "auto",
+        moe_format: str | None = None,
         device: str = "cpu",
         max_model_len: int | None = None,
         max_num_seqs: int = 8,
@@ -103,13 +107,15 @@ class LLM:
                 )
         target = usable_target(device)
         torch_dtype = torch.bfloat16 if dtype == "auto" else _dtype(dtype)
+        self.conversion = Conversion.of(checkpoint, moe_format)
+        packed = set(checkpoint.formats.values()) - {"bf16"}
+        held = self.conversion.target if self.conversion else packed.pop() if packed else "bf16"
         if batch_invariant and target.vendor == "cpu":
             raise ValueError(
                 "batch_invariant is True and device is cpu, whose libraries choose the order of a sum by the batch; "
                 "take a GPU, or device 'interpret'"
             )
-        formats = set(checkpoint.formats.values()) - {"bf16"}
-        facts = facts_of(config, formats.pop() if formats else "bf16", torch_dtype, block_size)
+        facts = facts_of(config, held, torch_dtype, block_size)
         self.ops = Ops.bind(target, replace(facts, batch_invariant=batch_invariant))
         place = target.device_type
         per_page = page_bytes(config, block_size, torch_dtype.itemsize, num_speculative_tokens)
@@ -148,7 +154,7 @@ class LLM:
         )
 
     def _load(self, checkpoint: Checkpoint, dtype: torch.dtype, device: str, progress: bool) -> None:
-        tensors = load_tensors(checkpoint, dtype, device, progress=progress)
+        tensors = load_tensors(checkpoint, dtype, device, conversion=self.conversion, progress=progress)
         for room, group in groupby(tensors, key=lambda item: item[0].partition(".")[0]):
             if room == "llm":
                 self.model.load(group)

@@ -14,8 +14,7 @@ weight.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import nn
@@ -23,51 +22,9 @@ from torch import nn
 from inkling_kernels.numerics import ExpertWeight
 from inkling_portable.cache import Batch, LayerState, kind_of
 from inkling_portable.config import InklingConfig, LayerSpec
+from inkling_portable.experts import Experts, ExpertsLoader
 from inkling_portable.ops import Ops
-
-
-class Parts(Protocol):
-    """Makes the projections of the model. `outs` are the widths of the products that one call computes together."""
-
-    def column(self, name: str, inputs: int, outs: tuple[int, ...]) -> nn.Module: ...
-
-    def row(self, name: str, inputs: int, outs: int) -> nn.Module: ...
-
-
-class Projection(nn.Module):
-    """A product with one weight `[outs, inputs]`, not initialised: it is about to be loaded."""
-
-    def __init__(self, ops: Ops, inputs: int, outs: int, dtype: torch.dtype, device: torch.device | str) -> None:
-        super().__init__()
-        self.ops, self.weight = ops, _weight(outs, inputs, dtype=dtype, device=device)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.ops.linear(x, self.weight)
-
-
-class TorchParts:
-    """Whole projections in one dtype on one device, multiplied by the operation `linear`."""
-
-    def __init__(self, ops: Ops, dtype: torch.dtype, device: torch.device | str) -> None:
-        self.ops, self.dtype, self.device = ops, dtype, device
-
-    def column(self, name: str, inputs: int, outs: tuple[int, ...]) -> nn.Module:
-        return self.row(name, inputs, sum(outs))
-
-    def row(self, name: str, inputs: int, outs: int) -> nn.Module:
-        return Projection(self.ops, inputs, outs, self.dtype, self.device)
-
-
-def weight_of(projection: nn.Module) -> torch.Tensor:
-    """The matrix of a projection that a `Parts` factory made."""
-    weight = projection.weight
-    if not isinstance(weight, torch.Tensor):
-        raise TypeError(f"{type(projection).__name__} has no weight tensor")
-    return weight
-
-
-def _weight(*shape: int, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+from inkling_portable.parts import Parts, TorchParts, parameter, weight_of
 
 
 class Attention(nn.Module):
@@ -83,11 +40,11 @@ class Attention(nn.Module):
         widths = (spec.q_size, spec.kv_size, spec.kv_size, spec.r_size)
         self.wqkvr = parts.column(f"{name}.wqkvr", config.hidden_size, widths)
         self.wo = parts.row(f"{name}.wo", spec.q_size, config.hidden_size)
-        self.kv_sconv = _weight(2 * spec.kv_size, config.conv_kernel_size, dtype=torch.float32, device=device)
-        self.q_norm = _weight(spec.head_dim, dtype=dtype, device=device)
-        self.k_norm = _weight(spec.head_dim, dtype=dtype, device=device)
+        self.kv_sconv = parameter(2 * spec.kv_size, config.conv_kernel_size, dtype=torch.float32, device=device)
+        self.q_norm = parameter(spec.head_dim, dtype=dtype, device=device)
+        self.k_norm = parameter(spec.head_dim, dtype=dtype, device=device)
         # `[d_rel, extent]` with what belongs to a distance side by side, as the kernels read it.
-        self.rel_proj = nn.Parameter(_weight(spec.extent, spec.d_rel, dtype=dtype, device=device).detach().t())
+        self.rel_proj = nn.Parameter(parameter(spec.extent, spec.d_rel, dtype=dtype, device=device).detach().t())
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Where each canonical tensor lives."""
@@ -153,7 +110,7 @@ class DenseMLP(nn.Module):
         self.ops = ops
         self.w13 = parts.column(f"{name}.w13", config.hidden_size, (2 * config.intermediate_size,))
         self.w2 = parts.row(f"{name}.w2", config.intermediate_size, config.hidden_size)
-        self.global_scale = _weight(1, dtype=torch.float32, device=device)
+        self.global_scale = parameter(1, dtype=torch.float32, device=device)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Where each canonical tensor lives."""
@@ -177,19 +134,20 @@ class MoE(nn.Module):
         super().__init__()
         self.config, self.ops = config, ops
         experts, shared, width = config.n_routed_experts, config.n_shared_experts, config.moe_intermediate_size
-        self.gate = _weight(experts + shared, config.hidden_size, dtype=torch.float32, device=device)
-        self.gate_bias = nn.Parameter(torch.empty(experts, device=device), requires_grad=False)
-        self.gate_scale = _weight(1, dtype=torch.float32, device=device)
+        self.gate = parameter(experts + shared, config.hidden_size, dtype=torch.float32, device=device)
+        self.gate_bias = parameter(experts, dtype=torch.float32, device=device).requires_grad_(False)
+        self.gate_scale = parameter(1, dtype=torch.float32, device=device)
         self.shared_w13 = parts.column(f"{name}.shared_w13", config.hidden_size, (2 * width,) * shared)
         self.shared_w2 = parts.row(f"{name}.shared_w2", shared * width, config.hidden_size)
         self.experts = Experts(
+            ops,
             ExpertWeight(
                 "bf16",
-                _weight(experts, 2 * width, config.hidden_size, dtype=dtype, device="meta"),
+                parameter(experts, 2 * width, config.hidden_size, dtype=dtype, device="meta"),
                 layout="interleaved",
             ),
             ExpertWeight(
-                "bf16", _weight(experts, config.hidden_size, width, dtype=dtype, device="meta"), layout="plain"
+                "bf16", parameter(experts, config.hidden_size, width, dtype=dtype, device="meta"), layout="plain"
             ),
         )
 
@@ -210,34 +168,9 @@ class MoE(nn.Module):
         ids, weights, sinks = self.ops.routing(
             logits, self.gate_bias, self.gate_scale, top_k=config.num_experts_per_tok, route_scale=config.route_scale
         )
-        routed = self.ops.moe_experts(m, self.experts.w13, self.experts.w2, ids, weights)
+        routed = self.experts(m, ids, weights)
         per_unit = sinks.repeat_interleave(config.moe_intermediate_size, 1)
         return routed + self.shared_w2(self.ops.silu_mul(self.shared_w13(m), per_unit))
-
-
-class Experts(nn.Module):
-    """Holds the two expert weights of a layer in whatever format the checkpoint has; packed formats stay packed."""
-
-    w13: ExpertWeight
-    w2: ExpertWeight
-
-    def __init__(self, w13: ExpertWeight, w2: ExpertWeight) -> None:
-        super().__init__()
-        self.hold("w13", w13)
-        self.hold("w2", w2)
-
-    def hold(self, name: str, weight: ExpertWeight) -> None:
-        """Replace one weight (`w13` or `w2`); parameters among its tensors are this module's, others its buffers."""
-        for part in ("data", "scale", "scale2"):
-            tensor = getattr(weight, part)
-            key = f"{name}_{part}"
-            self._parameters.pop(key, None)
-            self._buffers.pop(key, None)
-            if isinstance(tensor, nn.Parameter):
-                self.register_parameter(key, tensor)
-            elif tensor is not None:
-                self.register_buffer(key, tensor, persistent=False)
-        object.__setattr__(self, name, weight)
 
 
 class DecoderLayer(nn.Module):
@@ -256,17 +189,18 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.spec, self.ops, self.eps, self.state_index = spec, ops, config.rms_norm_eps, state_index
+        self.parts, self.own = parts, parts.channels(config.hidden_size)
         hidden, width = config.hidden_size, config.conv_kernel_size
-        self.attn_norm = _weight(hidden, dtype=dtype, device=device)
+        self.attn_norm = parameter(hidden, dtype=dtype, device=device)
         self.attn = Attention(config, spec, ops, parts, f"{name}.attn", dtype, device)
-        self.attn_sconv = _weight(hidden, width, dtype=torch.float32, device=device)
-        self.mlp_norm = _weight(hidden, dtype=dtype, device=device)
+        self.attn_sconv = parameter(len(self.own), width, dtype=torch.float32, device=device)
+        self.mlp_norm = parameter(hidden, dtype=dtype, device=device)
         self.mlp: MoE | DenseMLP = (
             MoE(config, ops, parts, f"{name}.mlp", dtype, device)
             if spec.sparse
             else DenseMLP(config, ops, parts, f"{name}.mlp", device)
         )
-        self.mlp_sconv = _weight(hidden, width, dtype=torch.float32, device=device)
+        self.mlp_sconv = parameter(len(self.own), width, dtype=torch.float32, device=device)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Where each canonical tensor of the layer lives, by its name within the layer; experts aside."""
@@ -286,34 +220,63 @@ class DecoderLayer(nn.Module):
         None); `normed` is `enter(h)`. Each norm rides on the convolution before it.
         """
         state = batch.states[self.state_index] if batch.states is not None else None
-        where, conv, eps = (batch.slots, batch.cu_seqlens, batch.kv_lens), self.ops.short_conv, self.eps
         y = self.attn(normed, batch, state)
-        h, m = conv(y, self.attn_sconv, state and state.attn_conv, *where, h, norm_weight=self.mlp_norm, eps=eps)
-        y = self.mlp(m)
-        out = conv(y, self.mlp_sconv, state and state.mlp_conv, *where, h, norm_weight=norm, eps=eps)
-        return (out, out) if norm is None else out
+        h, m = self._convolved(y, self.attn_sconv, state.attn_conv if state else None, batch, h, self.mlp_norm)
+        return self._convolved(self.mlp(m), self.mlp_sconv, state.mlp_conv if state else None, batch, h, norm)
+
+    def _convolved(
+        self,
+        partial: torch.Tensor,
+        weight: torch.Tensor,
+        ring: torch.Tensor | None,
+        batch: Batch,
+        h: torch.Tensor,
+        norm: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`h + conv(sum of the ranks' partial)`, each rank convolving channels of its own, and that normed."""
+        where, own = (batch.slots, batch.cu_seqlens, batch.kv_lens), self.own
+        if norm is not None and len(own) == h.shape[1]:
+            return self.ops.short_conv(partial, weight, ring, *where, h, norm_weight=norm, eps=self.eps)
+        y = self.ops.short_conv(self.parts.scatter(partial), weight, ring, *where, h[:, own.start : own.stop])
+        y = self.parts.gather(y)
+        return y, y if norm is None else self.ops.rms_norm(y, norm, self.eps)
 
 
 class Inkling(nn.Module):
     """The text backbone with embedding and head. Build it, then `load` canonical tensors, or initialise it for
     training.
+
+    `stage` are the layers that a rank of a pipeline holds (all of them by default). A host may have a head of its own
+    (`head=False`).
     """
 
     def __init__(
-        self, config: InklingConfig, ops: Ops, *, dtype: torch.dtype, device: str = "cpu", parts: Parts | None = None
+        self,
+        config: InklingConfig,
+        ops: Ops,
+        *,
+        dtype: torch.dtype,
+        device: str = "cpu",
+        parts: Parts | None = None,
+        stage: range | None = None,
+        head: bool = True,
     ) -> None:
         super().__init__()
         self.config, self.ops, self.dtype = config, ops, dtype
         parts = parts or TorchParts(ops, dtype, device)
-        self.embed = _weight(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
-        self.embed_norm = _weight(config.hidden_size, dtype=dtype, device=device)
+        self.embed = parameter(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        self.embed_norm = parameter(config.hidden_size, dtype=dtype, device=device)
+        # A layer keeps its number where others are missing.
         self.layers = nn.ModuleList(
             DecoderLayer(config, config.layer(i), ops, parts, f"layers.{i}", dtype, device, i)
+            if stage is None or i in stage
+            else nn.Identity()
             for i in range(config.num_hidden_layers)
         )
-        self.norm = _weight(config.hidden_size, dtype=dtype, device=device)
+        self.norm = parameter(config.hidden_size, dtype=dtype, device=device)
         # Rows of the padded vocabulary are not kept: no logit of theirs exists to be sampled, ranked or drafted.
-        self.unembed = _weight(config.unpadded_vocab_size, config.hidden_size, dtype=dtype, device=device)
+        shape = (config.unpadded_vocab_size, config.hidden_size)
+        self.unembed = parameter(*shape, dtype=dtype, device=device) if head else None
 
     def embedding(self, ids: torch.Tensor) -> torch.Tensor:
         """Normed embeddings `[T, H]` of token ids `[T]` int64."""
@@ -323,11 +286,19 @@ class Inkling(nn.Module):
         """Run the rows `h` `[T, H]` (from `embedding`, placeholders replaced) and return the normed hidden states
         `[T, H]`.
         """
+        return self.through(h, lambda layer: batch, self.norm)[1]
+
+    def through(
+        self, h: torch.Tensor, batch_of: Callable[[DecoderLayer], Batch], norm: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows `h` `[T, H]` behind the layers held here, and those normed by `norm` (as they are where it is None).
+        `batch_of` gives the step as a layer's host keeps its state.
+        """
         layers = list(self.decoder_layers())
         normed = layers[0].enter(h)
-        for layer, norm in zip(layers, [*(layer.attn_norm for layer in layers[1:]), self.norm], strict=True):
-            h, normed = layer(h, normed, batch, norm)
-        return normed
+        for layer, behind in zip(layers, [*(layer.attn_norm for layer in layers[1:]), norm], strict=True):
+            h, normed = layer(h, normed, batch_of(layer), behind)
+        return h, normed
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits `[N, unpadded_vocab_size]`, float32, of normed hidden states `[N, H]`."""
@@ -335,6 +306,8 @@ class Inkling(nn.Module):
 
     def checked_logits(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`logits`, and for each row whether all of them are finite, `[N]` bool."""
+        if self.unembed is None:
+            raise ValueError("the model was built without a head; its host computes logits")
         config = self.config
         product = self.ops.linear(hidden, self.unembed)
         return self.ops.logits(
@@ -347,34 +320,39 @@ class Inkling(nn.Module):
             "llm.embed.weight": self.embed,
             "llm.embed_norm.weight": self.embed_norm,
             "llm.norm.weight": self.norm,
-            "llm.unembed.weight": self.unembed,
         }
-        for i, layer in enumerate(self.decoder_layers()):
-            found |= {f"llm.layers.{i}.{name}": tensor for name, tensor in layer.tensors().items()}
+        if self.unembed is not None:
+            found["llm.unembed.weight"] = self.unembed
+        for layer in self.decoder_layers():
+            found |= {f"llm.layers.{layer.state_index}.{name}": tensor for name, tensor in layer.tensors().items()}
         return found
 
     def decoder_layers(self) -> Iterator[DecoderLayer]:
-        """The decoder layers in order."""
+        """The decoder layers held here, in order."""
         for layer in self.layers:
             if isinstance(layer, DecoderLayer):
                 yield layer
 
     def experts(self) -> dict[str, Experts]:
         """The expert weights of each expert layer, by the canonical prefix `llm.layers.N.mlp.experts`."""
-        layers = enumerate(self.decoder_layers())
-        return {f"llm.layers.{i}.mlp.experts": layer.mlp.experts for i, layer in layers if isinstance(layer.mlp, MoE)}
+        return {
+            f"llm.layers.{layer.state_index}.mlp.experts": layer.mlp.experts
+            for layer in self.decoder_layers()
+            if isinstance(layer.mlp, MoE)
+        }
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor | ExpertWeight]]) -> None:
         """Copy canonical checkpoint tensors into the model, one at a time; the head's padded rows are left out.
 
-        The checkpoint has been inspected before, so an unknown name (`KeyError`) or another shape (`ValueError`) is a
-        defect.
+        Expert weights are brought into the form of their implementation, each of which checks itself on the first that
+        come (`SelfCheckFailed`). The checkpoint has been inspected before, so an unknown name (`KeyError`) or another
+        shape (`ValueError`) is a defect.
         """
-        places, experts = self.tensors(), self.experts()
+        places, experts, loader = self.tensors(), self.experts(), ExpertsLoader(self.ops, self.dtype)
         for name, value in tensors:
             if isinstance(value, ExpertWeight):
                 prefix, _, which = name.rpartition(".")
-                experts[prefix].hold(which, value)
+                loader.take(experts[prefix], which, value)
             else:
                 copy_into(places[name], value[: self.config.unpadded_vocab_size] if "unembed" in name else value, name)
 

@@ -22,8 +22,9 @@ from torch import nn
 from inkling_kernels.numerics import ExpertWeight
 from inkling_portable.cache import Batch
 from inkling_portable.config import InklingConfig
-from inkling_portable.model import DecoderLayer, Parts, TorchParts, copy_into, weight_of
+from inkling_portable.model import DecoderLayer, copy_into
 from inkling_portable.ops import Ops
+from inkling_portable.parts import Parts, TorchParts, weight_of
 
 
 class Depth(nn.Module):
@@ -36,7 +37,7 @@ class Depth(nn.Module):
         self.ops, self.eps = ops, config.rms_norm_eps
         self.hidden_norm = nn.Parameter(torch.empty(config.hidden_size, dtype=dtype, device=device))
         self.embed_norm = nn.Parameter(torch.empty(config.hidden_size, dtype=dtype, device=device))
-        self.input_proj = parts.row(f"mtp.{depth}.input_proj", 2 * config.hidden_size, config.hidden_size)
+        self.input_proj = parts.whole(f"mtp.{depth}.input_proj", 2 * config.hidden_size, config.hidden_size)
         index = config.num_hidden_layers + depth
         self.block = DecoderLayer(
             config, config.mtp_layer(depth), ops, parts, f"mtp.{depth}", dtype, device, state_index=index
@@ -96,10 +97,16 @@ class MultiTokenPrediction(nn.Module):
     def tensors(self) -> dict[str, torch.Tensor]:
         """Where each canonical tensor (`mtp.…`) of the depths kept here lives."""
         found: dict[str, torch.Tensor] = {} if self.chain_norm is None else {"mtp.chain_norm.weight": self.chain_norm}
-        for d, depth in enumerate(self.depths):
-            if isinstance(depth, Depth):
-                found |= {f"mtp.layers.{d}.{name}": tensor for name, tensor in depth.tensors().items()}
+        for d, depth in enumerate(self._depths()):
+            found |= {f"mtp.layers.{d}.{name}": tensor for name, tensor in depth.tensors().items()}
         return found
+
+    def blocks(self) -> list[DecoderLayer]:
+        """The decoder block of each depth."""
+        return [depth.block for depth in self._depths()]
+
+    def _depths(self) -> list[Depth]:
+        return [depth for depth in self.depths if isinstance(depth, Depth)]
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor | ExpertWeight]]) -> None:
         """Copy canonical tensors into the depths kept here; those of further depths are passed over."""

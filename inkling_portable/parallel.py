@@ -1,11 +1,15 @@
-"""Tensor parallelism: which part of the model, and of each checkpoint tensor, a rank holds.
+"""Tensor and expert parallelism: which part of the model, and of each checkpoint tensor, a rank holds.
 
-Query heads, expert and dense widths and the vocabulary are cut into `size` equal parts. A layer kind with fewer
-key/value heads than ranks has each head on `size / heads` neighbouring ranks, so that every rank still holds the head
-that its query heads read; full and sliding layers are judged apart, since their head counts differ. A division that
-does not come out even is refused with the sizes that would. The products behind `wo`, `w2` and the shared experts are
-partial sums, to be added up over the ranks before the convolution that follows them; the head yields each rank's own
-slice of the vocabulary.
+Tensor parallelism (`Rank`): query heads, expert and dense widths and the vocabulary are cut into `size` equal parts. A
+layer kind with fewer key/value heads than ranks has each head on `size / heads` neighbouring ranks, so that every rank
+still holds the head that its query heads read; full and sliding layers are judged apart, since their head counts
+differ. A division that does not come out even is refused with the sizes that would. The products behind `wo`, `w2` and
+the shared experts are partial sums, to be added up over the ranks before the convolution that follows them; the head
+yields each rank's own slice of the vocabulary. Packed experts are cut along whole blocks: codes and scales of a rank
+are views of theirs.
+
+Expert parallelism (`ExpertRank`): whole routed experts are dealt out in runs as even as can be, and each rank adds up
+those of its own. A rank may hold none.
 """
 
 from __future__ import annotations
@@ -19,15 +23,17 @@ from inkling_portable.config import InklingConfig, LayerSpec
 
 
 @dataclass(frozen=True)
-class Rank:
-    """Rank `rank` of a tensor-parallel group of `size`; `ValueError` where it is not one."""
-
+class _Member:
     size: int
     rank: int
 
     def __post_init__(self) -> None:
         if self.size < 1 or not 0 <= self.rank < self.size:
             raise ValueError(f"rank is {self.rank} of {self.size}; expected 0 <= rank < size")
+
+
+class Rank(_Member):
+    """Rank `rank` of a tensor-parallel group of `size`; `ValueError` where it is not one."""
 
     def part(self, total: int, what: str) -> range:
         """This rank's share of `total` things in order."""
@@ -86,7 +92,7 @@ class Rank:
             return self._experts(config, name, value)
         leaf = name.rsplit(".", 2)[-2] if name.endswith((".weight", ".proj")) else name.rsplit(".", 1)[-1]
         parts = name.split(".")
-        if parts[1] != "layers":
+        if parts[1] != "layers" or parts[0] not in ("llm", "mtp"):
             return value
         spec = config.layer(int(parts[2])) if parts[0] == "llm" else config.mtp_layer(int(parts[2]))
         queries, keys = self.heads(spec)
@@ -123,6 +129,27 @@ class Rank:
             data=value.data[..., own.start // 2 : own.stop // 2],
             scale=value.scale[..., own.start // block : own.stop // block],
         )
+
+
+class ExpertRank(_Member):
+    """Rank `rank` of an expert-parallel group of `size`; `ValueError` where it is not one."""
+
+    def held(self, total: int) -> range:
+        """The experts of `total` that this rank holds; the first ranks have one more where it does not come out even,
+        and the last have none where there are more ranks than experts."""
+        share, more = divmod(total, self.size)
+        start = self.rank * share + min(self.rank, more)
+        return range(start, start + share + (self.rank < more))
+
+    def weight(self, value: ExpertWeight) -> ExpertWeight:
+        """This rank's experts of a layer's weight, as views."""
+        held = self.held(value.num_experts)
+        return value.part(slice(held.start, held.stop))
+
+    def ids(self, ids: torch.Tensor, total: int) -> torch.Tensor:
+        """Ids among `total` experts as ids among those held, and -1, which adds nothing, for all others."""
+        held = self.held(total)
+        return torch.where((ids >= held.start) & (ids < held.stop), ids - held.start, -1)
 
 
 def _kinds(config: InklingConfig) -> tuple[LayerSpec, LayerSpec]:

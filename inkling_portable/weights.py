@@ -14,9 +14,10 @@ from typing import Protocol
 
 import torch
 
-from inkling_kernels.numerics import ExpertWeight
+from inkling_kernels.numerics import BLOCK, E2M1_MAX, E4M3_MAX, ExpertWeight
 
 from .checkpoint import Checkpoint, CheckpointError
+from .conversion import Conversion
 from .tensor_table import Section, TensorSpec, stored_parts
 
 SECTIONS: tuple[Section, ...] = ("text", "mtp", "visual", "audio")
@@ -28,12 +29,14 @@ def load_tensors(
     device: torch.device | str = "cpu",
     *,
     sections: Collection[Section] = SECTIONS,
+    conversion: Conversion | None = None,
     progress: bool | None = None,
 ) -> Iterator[tuple[str, torch.Tensor | ExpertWeight]]:
     """Yield `(canonical name, tensor)` for every tensor of `sections`, in the order of `checkpoint.specs`.
 
     Names are those of the released files without `model.` (`llm.layers.0.attn.wq_du.weight`, `mtp.layers.0.…`); an
-    expert projection is one `ExpertWeight` under `llm.layers.N.mlp.experts.w13` or `.w2`. Floats are in `dtype`, but
+    expert projection is one `ExpertWeight` under `llm.layers.N.mlp.experts.w13` or `.w2`, in the checkpoint's format or
+    that of `conversion`, which keeps count of the error that it adds. Floats are in `dtype`, but
     convolutions ([C, W]), the router's weight, bias and global scale and the dense global scale are float32. `progress`
     shows a bar on stderr (None: where that is a terminal).
 
@@ -45,7 +48,10 @@ def load_tensors(
     specs = [spec for spec in checkpoint.specs if spec.section in sections]
     with byte_progress(f"loading {checkpoint.path.name}", checkpoint.nbytes(sections), progress) as advance:
         for spec in specs:
-            yield spec.name, read_tensor(checkpoint, spec, dtype, device)
+            if conversion is not None and checkpoint.formats.get(spec.name) in conversion.sources:
+                yield spec.name, _read_converted(checkpoint, spec, dtype, device, conversion)
+            else:
+                yield spec.name, read_tensor(checkpoint, spec, dtype, device)
             advance(sum(checkpoint.stored[name].nbytes for name in checkpoint.stored_names(spec)))
 
 
@@ -82,31 +88,86 @@ def fill(checkpoint: Checkpoint, spec: TensorSpec, out: torch.Tensor, expert: in
             shard.read_rows(stored, flat.view(-1, 2, spec.shape[-1])[:, 0 if part.view == "gate" else 1])
 
 
-def _read_packed(checkpoint: Checkpoint, spec: TensorSpec, device: torch.device | str) -> ExpertWeight:
+def _read_converted(
+    checkpoint: Checkpoint, spec: TensorSpec, dtype: torch.dtype, device: torch.device | str, conversion: Conversion
+) -> ExpertWeight:
     experts, rows, columns = spec.shape
+    target = conversion.target
+    if target == "bf16":
+        data, scale = torch.empty(spec.shape, dtype=dtype, device=device), None
+    else:
+        data = torch.empty(experts, rows, columns // 2, dtype=torch.uint8, device=device)
+        kind = torch.float8_e4m3fn if target == "nvfp4" else torch.uint8
+        scale = torch.empty(experts, rows, columns // BLOCK[target], dtype=kind, device=device)
+    scale2 = torch.empty(experts, *(2,) * spec.interleaved, device=device) if target == "nvfp4" else None
+    values = torch.empty(1, rows, columns, device=device)
+    for expert in range(experts):
+        if checkpoint.formats[spec.name] == "bf16":
+            fill(checkpoint, spec, values[0], expert)
+            source: torch.Tensor | ExpertWeight = values
+        else:
+            source = _read_packed(checkpoint, spec, device, expert)
+        try:
+            one = conversion.convert(spec.name, source, spec.layout, dtype)
+        except ValueError as error:
+            raise CheckpointError(f"{checkpoint.path}: {spec.name}, expert {expert}: {error}") from None
+        for held, found in ((data, one.data), (scale, one.scale), (scale2, one.scale2)):
+            if held is not None and found is not None:
+                held[expert] = found[0]
+    return ExpertWeight(target, data, scale, scale2, spec.layout)
+
+
+def _read_packed(
+    checkpoint: Checkpoint, spec: TensorSpec, device: torch.device | str, expert: int | None = None
+) -> ExpertWeight:
+    """A packed weight, or with `expert` that expert's alone, its scales checked."""
+    _, rows, columns = spec.shape
+    first, experts = (0, spec.shape[0]) if expert is None else (expert, 1)
     name = stored_parts(spec, checkpoint.spelling)[0].name
 
     def read(stored_name: str, *shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        out = torch.empty(shape, dtype=dtype, device=device)
+        out = torch.empty(experts, *shape, dtype=dtype, device=device)
         stored = checkpoint.stored[stored_name]
-        checkpoint.shard(stored_name).read_rows(stored, out.view(stored.rows, stored.columns))
-        return out
+        # Vectors are one row to the file, so they are read whole.
+        whole = torch.empty(stored.shape, dtype=dtype, device=device) if len(stored.shape) == 1 else None
+        matrix = out.view(-1, stored.columns) if whole is None else whole.view(1, -1)
+        start = first * (len(matrix) // experts) if whole is None else 0
+        checkpoint.shard(stored_name).read_rows(stored, matrix, start)
+        return out if whole is None else out.copy_(whole[first : first + experts].view_as(out))
 
-    data = read(name, experts, rows, columns // 2)
+    data = read(name, rows, columns // 2)
     try:
         if checkpoint.formats[spec.name] == "mxfp4":
-            scale = read(f"{name}_scale", experts, rows, columns // 32)
-            weight = ExpertWeight("mxfp4", data, scale, layout=spec.layout)
+            weight = ExpertWeight("mxfp4", data, read(f"{name}_scale", rows, columns // 32), layout=spec.layout)
         else:
-            scale = read(f"{name}.scale", experts, rows, columns // 16)
-            second = checkpoint.stored[f"{name}.scale2"].shape
-            scale2 = read(f"{name}.scale2", *(second if second[1:] != (1,) else (experts,)), dtype=torch.float32)
+            scale = read(f"{name}.scale", rows, columns // 16).view(torch.float8_e4m3fn)
+            apart = checkpoint.stored[f"{name}.scale2"].shape[1:] == (2,)
+            scale2 = read(f"{name}.scale2", *(2,) * apart, dtype=torch.float32)
             _check_original_shape(checkpoint, f"{name}.original_shape", spec.shape)
-            weight = ExpertWeight("nvfp4", data, scale.view(torch.float8_e4m3fn), scale2, spec.layout)
-        weight.check_values()
+            activations = _input_scale(checkpoint, f"{name}.input_amax", device)
+            weight = ExpertWeight("nvfp4", data, scale, scale2, spec.layout, input_scale=activations)
+        weight.check_values(first)
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.path}: {name}: {error}") from None
     return weight
+
+
+def _input_scale(checkpoint: Checkpoint, name: str, device: torch.device | str) -> torch.Tensor:
+    stored = checkpoint.stored[name]
+    amax = torch.empty(stored.rows, stored.columns)
+    checkpoint.shard(name).read_rows(stored, amax)
+    return input_scale(amax).to(device)
+
+
+def input_scale(amax: torch.Tensor) -> torch.Tensor:
+    """[1] float32: ModelOpt's second scale of the activations, `amax / (6 * 448)`; where there are several, as for each
+    expert, the largest, since tokens are quantised once for all experts. ValueError for one that is no magnitude."""
+    amax = amax.float()
+    if not amax.numel() or not bool((torch.isfinite(amax) & (amax > 0)).all()):
+        bad = (~(torch.isfinite(amax) & (amax > 0))).flatten().nonzero()
+        at = f"{amax.flatten()[bad[0]].item()} at {int(bad[0])}" if len(bad) else "empty"
+        raise ValueError(f"input_amax: {at}, expected positive finite numbers")
+    return (amax.max() / (E2M1_MAX * E4M3_MAX)).view(1)
 
 
 def _check_original_shape(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -10,6 +12,7 @@ import torch
 from on_device import on_device
 
 from inkling_kernels.numerics import ExpertWeight
+from inkling_kernels.target import Target, current_target
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 BLOCK = {"nvfp4": 16, "mxfp4": 32}
@@ -28,15 +31,26 @@ def oracle(x: np.ndarray, w13: np.ndarray, w2: np.ndarray, ids: np.ndarray, weig
     return out
 
 
+def kernel_target(device: torch.device) -> Target | None:
+    """The chip that kernels run on or are emulated for; None in the interpreter."""
+    if device.type == "cuda":
+        return current_target()
+    name = os.environ.get("INKLING_TEST_DRIVER", "").partition(":")[2]
+    return Target.parse(name) if name else None
+
+
 def experts_on_device(launch: Callable[..., torch.Tensor], device: torch.device) -> Callable[..., torch.Tensor]:
     """`launch` for tensors and weights of the CPU, wherever it runs; see `on_device`."""
 
     def parts(weight: ExpertWeight) -> tuple:
-        return weight.format, weight.data, weight.scale, weight.scale2, weight.layout
+        return weight.format, weight.data, weight.scale, weight.scale2, weight.layout, weight.order
 
-    moved = on_device(
-        lambda x, w13, w2, *rest, **options: launch(x, ExpertWeight(*w13), ExpertWeight(*w2), *rest, **options), device
-    )
+    target = kernel_target(device)
+
+    def run(x: torch.Tensor, w13: tuple, w2: tuple, *rest: torch.Tensor, **options: Any) -> torch.Tensor:
+        return launch(x, ExpertWeight(*w13), ExpertWeight(*w2), *rest, target=target, **options)
+
+    moved = on_device(run, device)
     return lambda x, w13, w2, *rest, **options: moved(x, parts(w13), parts(w2), *rest, **options)
 
 
@@ -56,9 +70,24 @@ def values(format: str, codes: np.ndarray, scale: np.ndarray, scale2: np.ndarray
     return found * by_row[..., None]
 
 
+# Where a code of "words" has its bits, sign first, in its half of the word; code 2j + h is the j-th of half h.
+WORD_BITS = ((15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (14, 13, 11, 10))
+
+
+def in_words(codes: np.ndarray) -> np.ndarray:
+    """Codes `[..., K]` -> bytes `[..., K / 2]` of little-endian words, a bit at a time."""
+    eights = codes.reshape(*codes.shape[:-1], -1, 8).astype(np.uint32)
+    words = np.zeros(eights.shape[:-1], np.uint32)
+    for i in range(8):
+        for bit, place in zip((3, 2, 1, 0), WORD_BITS[i // 2], strict=True):
+            words |= (eights[..., i] >> np.uint32(bit) & 1) << np.uint32(16 * (i % 2) + place)
+    return words.astype("<u4").view(np.uint8)
+
+
 def stored(
-    format: str, codes: np.ndarray, scale: np.ndarray, scale2: np.ndarray | None, layout: str, *, padding: int = 0
-) -> ExpertWeight:
+    format: str, codes: np.ndarray, scale: np.ndarray, scale2: np.ndarray | None, layout: str, *, padding: int = 0,
+    order: str = "pairs",
+) -> ExpertWeight:  # fmt: skip
     """The same as it lies in memory. With `padding` it is a slice of a larger weight: that many more rows and blocks,
     whose scales are NaN."""
     experts, rows, columns = codes.shape
@@ -66,19 +95,22 @@ def stored(
     wide = np.full((experts, rows + padding, columns // block + padding), NAN_SCALE[format], np.uint8)
     wide[:, :rows, : columns // block] = scale
     data = np.full((experts, rows + padding, (columns + padding * block) // 2), 0x77, np.uint8)
-    data[:, :rows, : columns // 2] = codes[..., 0::2] | codes[..., 1::2] << 4
+    pairs = codes[..., 0::2] | codes[..., 1::2] << 4
+    data[:, :rows, : columns // 2] = pairs if order == "pairs" else in_words(codes)
     return ExpertWeight(
         format,  # type: ignore[arg-type]
         torch.from_numpy(data)[:, :rows, : columns // 2],
         torch.from_numpy(wide)[:, :rows, : columns // block],
         None if scale2 is None else torch.from_numpy(scale2),
         layout=layout,  # type: ignore[arg-type]
+        order=order,  # type: ignore[arg-type]
     )
 
 
 def random_packed(
-    rng: np.random.Generator, format: str, experts: int, rows: int, columns: int, layout: str, *, padding: int = 0
-) -> tuple[ExpertWeight, np.ndarray]:
+    rng: np.random.Generator, format: str, experts: int, rows: int, columns: int, layout: str, *, padding: int = 0,
+    order: str = "pairs",
+) -> tuple[ExpertWeight, np.ndarray]:  # fmt: skip
     """A weight with ordinary scales, negative ones among NVFP4's, and its float64 values."""
     codes = rng.integers(0, 16, (experts, rows, columns)).astype(np.uint8)
     shape = (experts, rows, columns // BLOCK[format])
@@ -89,6 +121,6 @@ def random_packed(
     else:
         scale = rng.integers(122, 127, shape).astype(np.uint8)
     return (
-        stored(format, codes, scale, scale2, layout, padding=padding),
+        stored(format, codes, scale, scale2, layout, padding=padding, order=order),
         values(format, codes, scale, scale2),
     )

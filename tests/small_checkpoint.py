@@ -64,9 +64,9 @@ def write_small(
         if spec.name.endswith("embed_norm.weight"):
             value.fill_(1)
         found[spec.name] = ExpertWeight("bf16", value, layout=spec.layout) if spec.experts else value
-    embed = torch.randn(PADDED, 64, generator=generator)
+    embed = torch.randn(PADDED, config.hidden_size, generator=generator)
     following = torch.randperm(VOCABULARY, generator=generator)
-    unembed = torch.randn(PADDED, 64, generator=generator)
+    unembed = torch.randn(PADDED, config.hidden_size, generator=generator)
     unembed[following] = embed[:VOCABULARY]
     if broken_token is not None:
         embed[broken_token] = float("nan")
@@ -74,7 +74,7 @@ def write_small(
     for depth in range(depths):
         projection = found[f"mtp.layers.{depth}.input_proj.weight"]
         assert isinstance(projection, torch.Tensor)
-        projection.mul_(0.3)[:, 64:] += torch.eye(64)
+        projection.mul_(0.3)[:, config.hidden_size :] += torch.eye(config.hidden_size)
     write_checkpoint(folder, config, found.items())
     small_tokenizer().save(str(folder / "tokenizer.json"))
     return folder

@@ -245,7 +245,7 @@ class Recorder:
     made: Recorder
 
     def __init__(self, model: str | None, **options: Any) -> None:
-        self.model, self.options, self.codec = model, options, None
+        self.model, self.options, self.codec, self.conversion = model, options, None, None
         Recorder.made = self
 
     def generate(self, prompts: list[Any], params: Any) -> list[RequestOutput]:
@@ -323,9 +323,10 @@ def test_loading_options_reach_the_model(
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     args = ["--prompt", "hello", "--dtype", "float32", "--device", "auto", "--chunk", "7", "--speculative", "1"]
-    assert run(*args)[0] == 0
+    assert run(*args, "--moe-format", "nvfp4")[0] == 0
     assert recorder.made.options == {
         "dtype": "float32",
+        "moe_format": "nvfp4",
         "device": "auto",
         "max_num_batched_tokens": 7,
         "num_speculative_tokens": 1,

@@ -281,7 +281,7 @@ MUTANTS = {
         'flat.view(2, -1, spec.shape[-1])[0 if part.view == "gate" else 1]',
     ),
     "gate and up exchanged": ('0 if part.view == "gate" else 1', '1 if part.view == "gate" else 0'),
-    "one expert's scale2 for all": ("weight.check_values()", "scale2[:] = scale2[0].clone()"),
+    "one expert's scale2 for all": ("weight.check_values(first)", "scale2[:] = scale2[0].clone()"),
     "router in bf16": ("torch.float32 if spec.float32 else dtype", "dtype"),
 }
 

@@ -22,11 +22,11 @@ import triton
 import triton.language as tl
 
 from inkling_kernels.compile_case import NO_MATRIX, CompileCase
-from inkling_kernels.fp8 import fp8_fn
+from inkling_kernels.fp8 import fp8_fn, fp8_ref
 from inkling_kernels.norm import normed_fn, rms_norm_ref
 from inkling_kernels.ragged import FLOATS, check_config, check_tensor, sequence_tile_fn
 from inkling_kernels.rel_attention_tile import FP8_KINDS, cache_operands
-from inkling_kernels.short_conv import check_conv, convolved_fn, convolved_ref, keep_fn
+from inkling_kernels.short_conv import check_conv, convolved_fn, convolved_ref, keep_fn, owner_fn
 from inkling_kernels.target import Target
 
 
@@ -74,8 +74,9 @@ def _tau_fn(position, n_floor, alpha):
 def _qkvr_prep_kernel(
     q_ptr, r_ptr, k_ptr, v_ptr, x_ptr, weight_ptr, q_norm_ptr, k_norm_ptr, state_ptr, slots_ptr, cu_ptr, kv_lens_ptr,
     mapping_ptr, k_scale_ptr, v_scale_ptr, rows, batch, ring, page, eps, n_floor, alpha, x_strides, weight_strides,
-    state_strides, k_strides, v_strides, scale_stride, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
-    D_REL: tl.constexpr, WIDTH: tl.constexpr, BLOCK_T: tl.constexpr, FP8: tl.constexpr, TAU: tl.constexpr,
+    state_strides, slots_strides, k_strides, v_strides, scale_stride, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    D: tl.constexpr, D_REL: tl.constexpr, WIDTH: tl.constexpr, BLOCK_T: tl.constexpr, PAGED: tl.constexpr,
+    FP8: tl.constexpr, TAU: tl.constexpr,
 ):  # fmt: skip
     seq, begin, length, covered, local, start = sequence_tile_fn(
         cu_ptr, kv_lens_ptr, tl.program_id(0), rows, batch, BLOCK_T
@@ -95,16 +96,16 @@ def _qkvr_prep_kernel(
         x_at, state_at, every = column * x_strides[1], channel * state_strides[2], dim >= 0
         slot = -1
         if state_ptr is not None:
-            slot = tl.load(slots_ptr + seq)
+            slot, slots_ptr = owner_fn(slots_ptr, slots_strides, seq, PAGED)
         y = convolved_fn(
             x_ptr, x_strides[0], x_at, weight_ptr, channel * weight_strides[0], weight_strides[1],
-            state_ptr, state_strides[0], state_strides[1], state_at, slot, ring, begin, length, local, start, every,
-            WIDTH, BLOCK_T,
+            state_ptr, state_strides[0], state_strides[1], state_at, slot, slots_ptr, slots_strides[1], ring, begin,
+            length, local, start, every, WIDTH, BLOCK_T, PAGED,
         ).to(dtype)  # fmt: skip
         if state_ptr is not None:
             keep_fn(
                 x_ptr, x_strides[0], x_at, state_ptr, state_strides[0], state_strides[1], state_at,
-                slot, ring, begin, length, local, start, every, BLOCK_T,
+                slot, slots_ptr, slots_strides[1], ring, begin, length, local, start, every, BLOCK_T, PAGED,
             )  # fmt: skip
         at = tl.load(mapping_ptr + row, mask=(index < length) & (start + index >= 0), other=-1)
         if head < KV_HEADS:
@@ -218,30 +219,21 @@ def qkvr_prep(
         q, r, *pages, qkvr, conv_weight, q_norm, k_norm, state, slots, cu_seqlens, kv_lens, slot_mapping, *scales, rows,
         batch, state.shape[1] if state is not None else 1, k_pages.shape[1], float(eps),
         float(log_scaling_n_floor or 1), float(log_scaling_alpha), qkvr.stride(), conv_weight.stride(),
-        state.stride() if state is not None else (0, 0, 0), k_pages.stride(), v_pages.stride(), scale_stride,
+        state.stride() if state is not None else (0, 0, 0), (*slots.stride(), 0)[:2], k_pages.stride(),
+        v_pages.stride(), scale_stride,
         HEADS=num_heads, KV_HEADS=num_kv_heads, D=head_dim, D_REL=d_rel, WIDTH=conv_weight.shape[1],
-        BLOCK_T=plan.block_t, FP8=FP8_KINDS[k_pages.dtype] if kv_scales else 0, TAU=tau, num_warps=plan.num_warps,
-        enable_fp_fusion=True,
+        BLOCK_T=plan.block_t, PAGED=slots.dim() == 2, FP8=FP8_KINDS[k_pages.dtype] if kv_scales else 0, TAU=tau,
+        num_warps=plan.num_warps, enable_fp_fusion=True,
     )  # fmt: skip
     return q, r, k_pages, v_pages
 
 
 def _check(
-    qkvr: torch.Tensor,
-    conv_weight: torch.Tensor,
-    q_norm: torch.Tensor,
-    k_norm: torch.Tensor,
-    eps: float,
-    state: torch.Tensor | None,
-    slots: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    kv_lens: torch.Tensor,
-    kv_cache: tuple[torch.Tensor, torch.Tensor] | None,
-    slot_mapping: torch.Tensor | None,
-    sizes: dict[str, int],
-    n_floor: int | None,
-    kv_scales: tuple[torch.Tensor, torch.Tensor] | None,
-) -> None:
+    qkvr: torch.Tensor, conv_weight: torch.Tensor, q_norm: torch.Tensor, k_norm: torch.Tensor, eps: float,
+    state: torch.Tensor | None, slots: torch.Tensor, cu_seqlens: torch.Tensor, kv_lens: torch.Tensor,
+    kv_cache: tuple[torch.Tensor, torch.Tensor] | None, slot_mapping: torch.Tensor | None, sizes: dict[str, int],
+    n_floor: int | None, kv_scales: tuple[torch.Tensor, torch.Tensor] | None,
+) -> None:  # fmt: skip
     op = "qkvr_prep"
     for name, value in sizes.items():
         if not isinstance(value, int) or value < 1:
@@ -334,11 +326,15 @@ COMPILE_CASES = (
 )
 
 
-def kv_write_ref(x: torch.Tensor, pages: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+def kv_write_ref(
+    x: torch.Tensor, pages: torch.Tensor, slot_mapping: torch.Tensor, scale: torch.Tensor | None = None
+) -> None:
     """Write `x` `[T, Hkv, D]` into `pages` `[P, page, Hkv, D]` at `slot_mapping` `[T]` int64; slots of -1 are passed
-    over.
+    over. With `scale` `[1]` or `[Hkv]` the pages are fp8 and get `x / scale`.
     """
     page = pages.shape[1]
+    if scale is not None:
+        x, pages = fp8_ref(x.float() / scale[:, None], pages.dtype), pages.view(torch.uint8)
     if slot_mapping.numel() and int(slot_mapping.min()) < 0:
         kept = slot_mapping >= 0
         x, slot_mapping = x[kept], slot_mapping[kept]
@@ -364,8 +360,9 @@ def qkvr_prep_ref(
     d_rel: int,
     log_scaling_n_floor: int | None,
     log_scaling_alpha: float,
+    kv_scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return `(q, r, k_pages, v_pages)`; see the module. Writes `state` and the cache in place.
+    """Return `(q, r, k_pages, v_pages)`; see the module. Writes `state` and the cache in place, fp8 with `kv_scales`.
 
     `conv_weight` is `[2 * Hkv * D, W]` float32, K's channels first. Without `kv_cache` (training; all sequences
     equally long) the step's own K and V come back as pages, one page a sequence, and gradients flow through them.
@@ -390,8 +387,11 @@ def qkvr_prep_ref(
     if (kv_cache is None) != (slot_mapping is None):
         raise ValueError("qkvr_prep: kv_cache and slot_mapping are given together or not at all")
     if kv_cache is None or slot_mapping is None:
+        if kv_scales is not None:
+            raise ValueError("qkvr_prep: kv_scales is given without kv_cache; expected None")
         sequences = len(kv_lens)
         return q, r, k.unflatten(0, (sequences, -1)), v.unflatten(0, (sequences, -1))
-    kv_write_ref(k, kv_cache[0], slot_mapping)
-    kv_write_ref(v, kv_cache[1], slot_mapping)
+    k_scale, v_scale = kv_scales or (None, None)
+    kv_write_ref(k, kv_cache[0], slot_mapping, k_scale)
+    kv_write_ref(v, kv_cache[1], slot_mapping, v_scale)
     return q, r, *kv_cache

@@ -27,7 +27,7 @@ import triton.language as tl
 from inkling_kernels.activation import silu_mul_fn, silu_mul_ref
 from inkling_kernels.compile_case import CompileCase
 from inkling_kernels.expert_sort import MAX_EXPERTS, sort_by_expert
-from inkling_kernels.moe_gemm_fp4 import NVFP4_FACTOR, fp4_tile_fn
+from inkling_kernels.moe_gemm_fp4 import NVFP4_FACTOR, fp4_tile_fn, prepare_experts, unpack_asm
 from inkling_kernels.moe_gemm_plan import MoeConfig, MoePlan, moe_experts_plan
 from inkling_kernels.numerics import ExpertWeight, Layout
 from inkling_kernels.ragged import FLOATS, check_tensor
@@ -56,7 +56,8 @@ def _tiles_kernel(
 @triton.jit
 def _weight_tile_fn(
     w_ptr, scale_ptr, row, live, first, columns, w_row, w_col, scale_row, scale_col,
-    FORMAT: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, dtype: tl.constexpr,
+    FORMAT: tl.constexpr, ORDER: tl.constexpr, ASM: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+    dtype: tl.constexpr,
 ):  # fmt: skip
     """Columns `first ..` of an expert's rows `row` (int64) as `dtype` `[rows, BLOCK_K]`, 0 where there is nothing."""
     if FORMAT == "bf16":
@@ -68,8 +69,8 @@ def _weight_tile_fn(
         tile = tl.load(at, mask=mask, other=0.0).to(dtype)
     else:
         tile = fp4_tile_fn(
-            w_ptr, scale_ptr, row, live, first, columns, w_row, scale_row, scale_col, FORMAT == "mxfp4", BLOCK_K, EVEN,
-            dtype,
+            w_ptr, scale_ptr, row, live, first, columns, w_row, scale_row, scale_col, FORMAT == "mxfp4", ORDER, ASM,
+            BLOCK_K, EVEN, dtype,
         )  # fmt: skip
     return tile
 
@@ -78,8 +79,8 @@ def _weight_tile_fn(
 def _grouped_kernel(
     out_ptr, x_ptr, w_ptr, scale_ptr, scale2_ptr, order_ptr, offsets_ptr, map_ptr, tiles, top_k, rows, columns, out_row,
     x_row, x_col, w_expert, w_row, w_col, scale_expert, scale_row, scale_col, scale2_expert, scale2_up,
-    FORMAT: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr, EVEN: tl.constexpr,
+    FORMAT: tl.constexpr, ORDER: tl.constexpr, ASM: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """`GATED`: x's rows are tokens, gathered; row i of the result is `silu(W[2i] x) * (W[2i + 1] x)`, stored in the
     sorted order. Else x's rows are in the sorted order and the result goes to its pair's row."""
@@ -113,19 +114,19 @@ def _grouped_kernel(
         x = tl.load(x_at, mask=mask, other=0.0)
         if GATED:
             w = _weight_tile_fn(
-                w_ptr, scale_ptr, row * 2, live, first, columns, w_row, w_col, scale_row, scale_col, FORMAT, BLOCK_K,
-                EVEN, dtype,
+                w_ptr, scale_ptr, row * 2, live, first, columns, w_row, w_col, scale_row, scale_col, FORMAT, ORDER, ASM,
+                BLOCK_K, EVEN, dtype,
             )  # fmt: skip
             gate = tl.dot(w, x, gate, input_precision="ieee")
             w = _weight_tile_fn(
                 w_ptr, scale_ptr, row * 2 + 1, live, first, columns, w_row, w_col, scale_row, scale_col, FORMAT,
-                BLOCK_K, EVEN, dtype,
+                ORDER, ASM, BLOCK_K, EVEN, dtype,
             )  # fmt: skip
             up = tl.dot(w, x, up, input_precision="ieee")
         else:
             w = _weight_tile_fn(
-                w_ptr, scale_ptr, row, live, first, columns, w_row, w_col, scale_row, scale_col, FORMAT, BLOCK_K, EVEN,
-                dtype,
+                w_ptr, scale_ptr, row, live, first, columns, w_row, w_col, scale_row, scale_col, FORMAT, ORDER, ASM,
+                BLOCK_K, EVEN, dtype,
             )  # fmt: skip
             gate = tl.dot(w, x, gate, input_precision="ieee")
     if FORMAT == "nvfp4":
@@ -180,7 +181,7 @@ def moe_experts(
     )
     if out.numel() == 0:
         return out
-    if plan.tiles == 0:
+    if plan.tiles == 0 or experts == 0:
         return out.zero_()
     order, offsets = sort_by_expert(ids, experts, target=target)
     tile_map = torch.empty(2, plan.tiles, dtype=torch.int32, device=x.device)
@@ -189,9 +190,9 @@ def moe_experts(
         BLOCK_E=max(16, triton.next_power_of_2(experts)), enable_fp_fusion=True,
     )  # fmt: skip
     inner = torch.empty(len(order), width, dtype=x.dtype, device=x.device)
-    _multiply(inner, x, w13, (order, offsets, tile_map), top_k, plan, gated=True)
+    _multiply(inner, x, w13, (order, offsets, tile_map), top_k, plan, unpack_asm(target), gated=True)
     each = torch.empty(len(order), hidden, dtype=x.dtype, device=x.device)
-    _multiply(each, inner, w2, (order, offsets, tile_map), top_k, plan, gated=False)
+    _multiply(each, inner, w2, (order, offsets, tile_map), top_k, plan, unpack_asm(target), gated=False)
     _sum_kernel[plan.sum_grid](
         out, each, ids, weights, tokens, top_k, experts, hidden, *ids.stride(), *weights.stride(),
         BLOCK_T=plan.sum_block[0], BLOCK_H=plan.sum_block[1], num_warps=4, enable_fp_fusion=True,
@@ -206,6 +207,7 @@ def _multiply(
     sorted_pairs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     top_k: int,
     plan: MoePlan,
+    asm: str,
     *,
     gated: bool,
 ) -> None:
@@ -218,7 +220,7 @@ def _multiply(
     _grouped_kernel[plan.up_grid if gated else plan.down_grid](
         out, x, data, scale, scale2, *sorted_pairs, plan.tiles, top_k, out.shape[1], weight.cols, out.stride(0),
         *x.stride(), *data.stride(), *(scale.stride() if scale is not None else (0, 0, 0)), *second,
-        FORMAT=weight.format, GATED=gated, BLOCK_M=plan.config.block_m,
+        FORMAT=weight.format, ORDER=weight.order, ASM=asm, GATED=gated, BLOCK_M=plan.config.block_m,
         BLOCK_N=plan.up_block_n if gated else plan.down_block_n, BLOCK_K=plan.block_k, GROUP_M=plan.config.group_m,
         EVEN=weight.cols % plan.block_k == 0, num_warps=plan.config.num_warps, num_stages=plan.config.num_stages,
         enable_fp_fusion=True,
@@ -240,8 +242,8 @@ def _check(
             f"{op}: w2 is {[w2.num_experts, w2.rows, w2.cols]}; expected {[experts, hidden, width]}, as w13 is "
             f"{[experts, w13.rows, hidden]}"
         )
-    if not 0 < experts <= MAX_EXPERTS:
-        raise ValueError(f"{op}: w13 has {experts} experts; expected 1 to {MAX_EXPERTS}")
+    if experts > MAX_EXPERTS:
+        raise ValueError(f"{op}: w13 has {experts} experts; expected at most {MAX_EXPERTS}")
     dtypes = FLOATS if w13.format == "bf16" else (torch.bfloat16, torch.float32)
     check_tensor(op, "x", x, (None, hidden), dtypes)
     for name, weight in (("w13", w13), ("w2", w2)):
@@ -266,8 +268,8 @@ def _check(
     return len(x), hidden, width
 
 
-def _weight(format: str, experts: int, rows: int, columns: int, layout: Layout) -> ExpertWeight:
-    """A weight of the `meta` device."""
+def weight_on_meta(format: str, experts: int, rows: int, columns: int, layout: Layout) -> ExpertWeight:
+    """A weight of the `meta` device, for compilation."""
     if format == "bf16":
         data = torch.empty(experts, rows, columns, dtype=torch.bfloat16, device="meta")
         return ExpertWeight("bf16", data, layout=layout)
@@ -282,8 +284,8 @@ def _weight(format: str, experts: int, rows: int, columns: int, layout: Layout) 
 def _case(format: str, tokens: int, width: int) -> CompileCase:
     def launch(target: Target) -> torch.Tensor:
         x = torch.empty(tokens, 6144, dtype=torch.bfloat16, device="meta")
-        w13 = _weight(format, 256, 2 * width, 6144, "interleaved")
-        w2 = _weight(format, 256, 6144, width, "plain")
+        w13 = prepare_experts(weight_on_meta(format, 256, 2 * width, 6144, "interleaved"), target)
+        w2 = prepare_experts(weight_on_meta(format, 256, 6144, width, "plain"), target)
         ids = torch.empty(tokens, 6, dtype=torch.int32, device="meta")
         return moe_experts(x, w13, w2, ids, torch.empty(tokens, 6, device="meta"), target=target)
 

@@ -2,12 +2,18 @@
 
     NVFP4:  w[n, k] = e2m1(code[n, k]) * e4m3(scale[n, k // 16]) * scale2      MXFP4:  e2m1(code) * 2 ** (scale - 127)
 
-Codes are read as 32-bit words of eight. A code's sign and its three bits, put where a bfloat16 has its sign and the
-lowest bits of its exponent field, are the value times 2**-126, subnormals included; two codes are placed at once, in
-the halves of a word. Either half, as the upper half of a float32, is then multiplied by its block's scale: exact, so
-that the product's upper half *is* the bfloat16. NVFP4's scale is an E4M3 byte moved into a float32 likewise; a factor
-of 2**-7 that keeps it in range and the second scale are left to the accumulator (`NVFP4_FACTOR`). An E8M0 scale spans
-float32's exponents, so MXFP4 multiplies twice.
+Codes are read as 32-bit words of eight, in either order of `moe_words`. A code's sign and its three bits, put where a
+bfloat16 has its sign and the lowest bits of its exponent field, are the value times 2**-126, subnormals included; two
+neighbouring codes are placed at once, in the halves of a word, and multiplied by their block's scale, which is exact:
+
+* `ASM == "ptx"`: both at once by a bfloat16 multiply-add, which every chip from sm80 on has;
+* portably: either half as the upper half of a float32, so that the product's upper half *is* the bfloat16;
+* `ASM == "cdna4"`, for codes in pairs: CDNA4's `v_cvt_scalef32_pk` makes two bfloat16 or float32 of a byte of codes,
+  times the power of two whose exponent field the scale has (0 is 2**-127, 255 NaN), so MXFP4 needs nothing else.
+
+All three give the same bits. NVFP4's scale is an E4M3 byte moved into a float32 as codes are; a factor of 2**-7 that
+keeps it in range and the second scale are left to the accumulator (`NVFP4_FACTOR`). An E8M0 scale spans bfloat16's
+exponents, so MXFP4 multiplies twice where it multiplies.
 
 Products with codes are exact in bfloat16 and in float32, so unpacking rounds nothing. Scale bytes that are NaN give
 NaN; E8M0's byte 0 is 2**-127.
@@ -15,14 +21,38 @@ NaN; E8M0's byte 0 is 2**-127.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import triton
 import triton.language as tl
+
+from inkling_kernels.moe_words import to_words
+from inkling_kernels.numerics import ExpertWeight
+from inkling_kernels.target import Target
 
 # What the accumulated products of an unpacked NVFP4 tile are still to be multiplied by, beside the second scale.
 NVFP4_FACTOR = tl.constexpr(128.0)
 _TWO_119 = tl.constexpr(2.0**119)
 _TWO_120 = tl.constexpr(2.0**120)
 _TWO_126 = tl.constexpr(2.0**126)
+_TWO_M126 = tl.constexpr(2.0**-126)
+
+
+def unpack_asm(target: Target | None) -> str:
+    """Whose instructions may unpack on `target`: "ptx", "cdna4", or "" for none beside the portable ones."""
+    if target is None:
+        return ""
+    if target.vendor == "cuda":
+        return "ptx"
+    return "cdna4" if "mfma_scale" in target.capabilities else ""
+
+
+def prepare_experts(weight: ExpertWeight, target: Target | None = None) -> ExpertWeight:
+    """`weight` in the order of codes that `target` unpacks fastest, copied where that is another; slices of a
+    checkpoint's weights are taken before. CDNA4 converts pairs of codes itself, every other chip takes words."""
+    if weight.format == "bf16" or weight.order == "words" or unpack_asm(target) == "cdna4":
+        return weight
+    return replace(weight, data=to_words(weight.data), order="words")
 
 
 @triton.jit
@@ -43,42 +73,134 @@ def e8m0_fn(byte):
 
 
 @triton.jit
-def _scaled_fn(bits, scale, MX: tl.constexpr, dtype: tl.constexpr):
-    """Placed code bits (a float32's upper half, as uint32) times their scale, as `dtype`; exact."""
-    value = bits.to(tl.float32, bitcast=True)
-    if MX:
-        value = value * _TWO_126
-    value = value * scale
+def _placed_fn(word, ORDER: tl.constexpr):
+    """Codes 2j and 2j + 1 of each word (j = 0..3) in the halves of a word, each placed as the module says."""
+    if ORDER == "words":
+        p0 = word & 0x81C081C0
+        p1 = (word << 3) & 0x81C081C0
+        p2 = (word << 6) & 0x81C081C0
+        p3 = ((word << 1) & 0x80008000) | ((word >> 5) & 0x01000100) | ((word >> 4) & 0x00C000C0)
+    else:
+        p0 = _placed_byte_fn(word << 24)
+        p1 = _placed_byte_fn(word << 16)
+        p2 = _placed_byte_fn(word << 8)
+        p3 = _placed_byte_fn(word)
+    return p0, p1, p2, p3
+
+
+@triton.jit
+def _placed_byte_fn(word):
+    """`_placed_fn` of the two codes in a word's highest byte."""
+    return (word & 0x80000000) | ((word >> 6) & 0x01C00000) | ((word >> 12) & 0x8000) | ((word >> 18) & 0x01C0)
+
+
+@triton.jit
+def _converted_fn(word, scale, WIDE: tl.constexpr):
+    """CDNA4: the pairs of a word's four bytes of codes, times the power of two that `scale` has as its exponent: two
+    bfloat16 in 32 bits or (`WIDE`) two float32 in 64."""
+    if WIDE:
+        p0 = tl.inline_asm_elementwise(
+            "v_cvt_scalef32_pk_f32_fp4 $0, $1, $2", "=v,v,v", [word, scale], tl.uint64, True, 1
+        )
+        p1 = tl.inline_asm_elementwise(
+            "v_cvt_scalef32_pk_f32_fp4 $0, $1, $2 op_sel:[1,0,0]", "=v,v,v", [word, scale], tl.uint64, True, 1
+        )
+        p2 = tl.inline_asm_elementwise(
+            "v_cvt_scalef32_pk_f32_fp4 $0, $1, $2 op_sel:[0,1,0]", "=v,v,v", [word, scale], tl.uint64, True, 1
+        )
+        p3 = tl.inline_asm_elementwise(
+            "v_cvt_scalef32_pk_f32_fp4 $0, $1, $2 op_sel:[1,1,0]", "=v,v,v", [word, scale], tl.uint64, True, 1
+        )
+    else:
+        p0 = tl.inline_asm_elementwise(
+            "v_cvt_scalef32_pk_bf16_fp4 $0, $1, $2", "=v,v,v", [word, scale], tl.uint32, True, 1
+        )
+        p1 = tl.inline_asm_elementwise(
+            "v_cvt_scalef32_pk_bf16_fp4 $0, $1, $2 op_sel:[1,0,0]", "=v,v,v", [word, scale], tl.uint32, True, 1
+        )
+        p2 = tl.inline_asm_elementwise(
+            "v_cvt_scalef32_pk_bf16_fp4 $0, $1, $2 op_sel:[0,1,0]", "=v,v,v", [word, scale], tl.uint32, True, 1
+        )
+        p3 = tl.inline_asm_elementwise(
+            "v_cvt_scalef32_pk_bf16_fp4 $0, $1, $2 op_sel:[1,1,0]", "=v,v,v", [word, scale], tl.uint32, True, 1
+        )
+    return p0, p1, p2, p3
+
+
+@triton.jit
+def _product_fn(pairs, scale):
+    """NVIDIA from sm80 on: pairs of bfloat16 times pairs of bfloat16, subnormals kept."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }", "=r,r,r", [pairs, scale],
+        tl.uint32, True, 1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _halves_fn(pairs, dtype: tl.constexpr):
+    """Words of two bfloat16 `[N, W]` -> their values `[N, 2 W]` as `dtype`."""
+    low = (pairs & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    high = (pairs >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return tl.reshape(tl.join(low, high), [pairs.shape[0], pairs.shape[1] * 2]).to(dtype)
+
+
+@triton.jit
+def _spread_fn(value, N: tl.constexpr, W: tl.constexpr):
+    """`[N, B]` -> `[N, W]`, each value of a row repeated."""
+    times: tl.constexpr = W // value.shape[1]
+    return tl.reshape(tl.broadcast_to(value[:, :, None], [N, value.shape[1], times]), [N, W])
+
+
+@triton.jit
+def _scaled_fn(low, high, scale, dtype: tl.constexpr):
+    """float32 values of even and odd codes `[N, W]` times the scale of their block `[N, B]` -> `[N, 2 W]`."""
+    scale = _spread_fn(scale, low.shape[0], low.shape[1])
+    value = tl.reshape(tl.join(low * scale, high * scale), [low.shape[0], 2 * low.shape[1]])
     if dtype == tl.bfloat16:
-        return (value.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        # Nothing is cut off: the value is a bfloat16 already.
+        return value.to(tl.bfloat16, fp_downcast_rounding="rtz")
     return value.to(dtype)
 
 
 @triton.jit
-def _pair_fn(placed, scale, MX: tl.constexpr, dtype: tl.constexpr):
-    """The two codes placed in the halves of each word, side by side on a new last axis."""
-    low = _scaled_fn(placed << 16, scale, MX, dtype)
-    high = _scaled_fn(placed & 0xFFFF0000, scale, MX, dtype)
-    return tl.join(low, high)
+def _in_order_fn(pairs):
+    """The four pairs of each word `[N, W]` one after another `[N, 4 W]`."""
+    p0, p1, p2, p3 = pairs
+    return tl.reshape(tl.join(tl.join(p0, p2), tl.join(p1, p3)), [p0.shape[0], 4 * p0.shape[1]])
 
 
 @triton.jit
-def unpack_fn(word, scale, MX: tl.constexpr, dtype: tl.constexpr):
-    """uint32 words `[N, W]` of eight codes and float32 scales `[N, W]` -> values `[N, 8 W]` in the codes' order."""
-    # Codes i and i + 4 of each word, whose places are 16 bits apart.
-    p0 = _pair_fn(((word << 12) & 0x80008000) | ((word << 6) & 0x01C001C0), scale, MX, dtype)
-    p1 = _pair_fn(((word << 8) & 0x80008000) | ((word << 2) & 0x01C001C0), scale, MX, dtype)
-    p2 = _pair_fn(((word << 4) & 0x80008000) | ((word >> 2) & 0x01C001C0), scale, MX, dtype)
-    p3 = _pair_fn((word & 0x80008000) | ((word >> 6) & 0x01C001C0), scale, MX, dtype)
-    # Axes: row, word, then the code's number in binary, its 4 first.
-    codes = tl.join(tl.join(p0, p2), tl.join(p1, p3))
-    return tl.reshape(codes, [word.shape[0], word.shape[1] * 8])
+def unpack_fn(word, byte, MX: tl.constexpr, ORDER: tl.constexpr, ASM: tl.constexpr, dtype: tl.constexpr):
+    """uint32 words `[N, W]` of eight codes and the scale byte of each block `[N, B]` -> values `[N, 8 W]`."""
+    N: tl.constexpr = word.shape[0]
+    W: tl.constexpr = word.shape[1]
+    if ASM == "cdna4" and ORDER == "pairs":
+        if MX:
+            scale = _spread_fn(byte.to(tl.uint32) << 23, N, W)
+            return _halves_fn(_in_order_fn(_converted_fn(word, scale, WIDE=False)), dtype)
+        one: tl.constexpr = 0x3F800000
+        pairs = _in_order_fn(_converted_fn(word, tl.full([N, W], one, tl.uint32), WIDE=True))
+        low = (pairs & 0xFFFFFFFF).to(tl.uint32).to(tl.float32, bitcast=True)
+        high = (pairs >> 32).to(tl.uint32).to(tl.float32, bitcast=True)
+        return _scaled_fn(low, high, e4m3_fn(byte) * _TWO_M126, dtype)
+    pairs = _in_order_fn(_placed_fn(word, ORDER))
+    if ASM == "ptx":
+        if MX:
+            pairs = _product_fn(pairs, 0x7E807E80)
+        scale = (e8m0_fn(byte) if MX else e4m3_fn(byte)).to(tl.uint32, bitcast=True) >> 16
+        return _halves_fn(_product_fn(pairs, _spread_fn(scale | (scale << 16), N, 4 * W)), dtype)
+    low = (pairs << 16).to(tl.float32, bitcast=True)
+    high = (pairs & 0xFFFF0000).to(tl.float32, bitcast=True)
+    if MX:
+        return _scaled_fn(low * _TWO_126, high * _TWO_126, e8m0_fn(byte), dtype)
+    return _scaled_fn(low, high, e4m3_fn(byte), dtype)
 
 
 @triton.jit
 def fp4_tile_fn(
     words_ptr, scale_ptr, row, live, first, columns, word_row, scale_row, scale_col,
-    MX: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, dtype: tl.constexpr,
+    MX: tl.constexpr, ORDER: tl.constexpr, ASM: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+    dtype: tl.constexpr,
 ):  # fmt: skip
     """Columns `first .. first + BLOCK_K - 1` of an expert's rows `row` (int64), as `dtype`; 0 where `live` is false or
     past the last column. With `EVEN`, `BLOCK_K` divides `columns`."""
@@ -92,6 +214,4 @@ def fp4_tile_fn(
     words = tl.load(words_ptr + ((row * word_row)[:, None] + word.to(tl.int64)[None, :]), mask=word_live, other=0)
     scale_at = scale_ptr + ((row * scale_row)[:, None] + (block.to(tl.int64) * scale_col)[None, :])
     byte = tl.load(scale_at, mask=block_live, other=0)
-    scale = e8m0_fn(byte) if MX else e4m3_fn(byte)
-    spread = tl.broadcast_to(scale[:, :, None], [row.shape[0], BLOCK_K // SIZE, SIZE // 8])
-    return unpack_fn(words, tl.reshape(spread, [row.shape[0], BLOCK_K // 8]), MX, dtype)
+    return unpack_fn(words, byte, MX, ORDER, ASM, dtype)

@@ -61,14 +61,27 @@ class MoeConfig:
 
 
 SMALL_BATCH = MoeConfig()
+# RDNA: longer rows of codes reach the matrix unit through shared memory in fewer instructions than through lanes.
+SMALL_BATCH_WMMA = MoeConfig(block_k=128)
 LARGE_BATCH = MoeConfig(block_m=64)
-# From so many pairs an expert on, on average, a tile of the large batch is mostly full.
+# Where shared memory has room for three stages of it.
+FULL_BATCH = MoeConfig(block_m=128, num_warps=8, num_stages=3)
+# From so many pairs an expert on, on average, tiles of the next size are mostly full.
 LARGE_FROM = 32
+FULL_FROM = 96
 
 
-def moe_config(pairs: int, experts: int) -> MoeConfig:
-    """The tile shape for `pairs` (token, choice) pairs over `experts` experts held; every target takes the same."""
-    return LARGE_BATCH if pairs >= LARGE_FROM * experts else SMALL_BATCH
+def moe_config(
+    pairs: int, experts: int, target: Target | None = None, *, format: str = "bf16", itemsize: int = 2
+) -> MoeConfig:
+    """The tile shape for `pairs` (token, choice) pairs over `experts` experts held; one that fits every chip where
+    `target` is None."""
+    if pairs >= FULL_FROM * experts and target and not FULL_BATCH.problems(target, format=format, itemsize=itemsize):
+        return FULL_BATCH
+    if pairs >= LARGE_FROM * experts:
+        return LARGE_BATCH
+    packed = format != "bf16" and target is not None and "wmma" in target.capabilities
+    return SMALL_BATCH_WMMA if packed else SMALL_BATCH
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +118,7 @@ def moe_experts_plan(
     Raises ValueError for a configuration that `target` cannot run.
     """
     pairs = tokens * top_k
-    chosen = config or moe_config(pairs, experts)
+    chosen = config or moe_config(pairs, experts, target, format=format, itemsize=dtype.itemsize)
     if target is not None and (problems := chosen.problems(target, format=format, itemsize=dtype.itemsize)):
         raise ValueError(f"moe_experts: config cannot be used: {'; '.join(problems)}")
     # Every tile but an expert's last is full, and no tile is empty.

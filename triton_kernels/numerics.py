@@ -18,17 +18,22 @@ scale `block_amax / (6 * scale2)`); AMD Quark's "even" rule for the E8M0 scale.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from inkling_kernels.moe_words import to_pairs
+
 Format = Literal["bf16", "nvfp4", "mxfp4"]
 Layout = Literal["interleaved", "plain"]
+Order = Literal["pairs", "words"]
 
 FORMATS: tuple[str, ...] = get_args(Format)
 LAYOUTS: tuple[str, ...] = get_args(Layout)
+ORDERS: tuple[str, ...] = get_args(Order)
 BLOCK: dict[str, int] = {"nvfp4": 16, "mxfp4": 32}
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 E2M1_MAX = 6.0
@@ -196,6 +201,9 @@ class ExpertWeight:
     scale   'nvfp4': float8_e4m3fn or its uint8 bytes [E, N, K/16]; 'mxfp4': uint8 [E, N, K/32]; 'bf16': None
     scale2  'nvfp4': float32 [E], or [E, 2] (gate, up) where the layout is 'interleaved'; else None
     layout  how the N rows are arranged: 'interleaved' = gate0, up0, gate1, up1, ... (w13), 'plain' = as they are (w2)
+    order   how eight codes lie in a 32-bit word: 'pairs' as in checkpoints, 'words' as `moe_words` says
+    input_scale  'nvfp4': float32 [1], the second scale of activations that are quantised to NVFP4 before the product,
+            from the checkpoint's calibration, or None; else None
 
     Construction checks shapes and dtypes; `check_values` also reads the scales. Errors are ValueError or TypeError.
     """
@@ -205,12 +213,25 @@ class ExpertWeight:
     scale: Tensor | None = None
     scale2: Tensor | None = None
     layout: Layout = "plain"
+    order: Order = "pairs"
+    input_scale: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
             raise ValueError(f"format: {self.format!r} is unknown, expected one of {', '.join(FORMATS)}")
         if self.layout not in LAYOUTS:
             raise ValueError(f"layout: {self.layout!r} is unknown, expected one of {', '.join(LAYOUTS)}")
+        if self.input_scale is not None:
+            _expect_dtype("input_scale", self.input_scale, torch.float32)
+            if self.format != "nvfp4" or tuple(self.input_scale.shape) != (1,):
+                shape = list(self.input_scale.shape)
+                raise ValueError(f"input_scale: shape {shape} for {self.format}, expected [1], and for nvfp4 alone")
+        if self.order not in ORDERS:
+            raise ValueError(f"order: {self.order!r} is unknown, expected one of {', '.join(ORDERS)}")
+        if self.order == "words" and (self.format == "bf16" or self.data.shape[-1] % 4):
+            raise ValueError(
+                "order: 'words' is of packed codes in whole 32-bit words, expected 'pairs' for this weight"
+            )
         if self.data.dim() != 3:
             raise ValueError(f"data: shape {list(self.data.shape)}, expected three dimensions [experts, rows, columns]")
         if self.layout == "interleaved" and self.data.shape[1] % 2:
@@ -265,12 +286,18 @@ class ExpertWeight:
     @property
     def nbytes(self) -> int:
         """Bytes held: data and all scales."""
-        return sum(t.numel() * t.element_size() for t in (self.data, self.scale, self.scale2) if t is not None)
+        parts = (self.data, self.scale, self.scale2, self.input_scale)
+        return sum(t.numel() * t.element_size() for t in parts if t is not None)
 
     def require_layout(self, layout: Layout, argument: str = "weight") -> None:
         """Raise ValueError unless the rows are arranged as `layout`; kernels call it, a wrong split is fluent text."""
         if self.layout != layout:
             raise ValueError(f"{argument}: layout is {self.layout!r}, this operation needs {layout!r}")
+
+    def require_order(self, order: Order, argument: str = "weight") -> None:
+        """Raise ValueError unless codes lie as `order` says: in another order they are other values."""
+        if self.order != order:
+            raise ValueError(f"{argument}: codes are in the order {self.order!r}, this operation needs {order!r}")
 
     def dequant(self, expert: int, dtype: torch.dtype = torch.float32, rows: slice | None = None) -> Tensor:
         """Expert `expert` as [N, K] (or its rows `rows`, a slice of step 1) in `dtype`, computed in float32.
@@ -292,29 +319,45 @@ class ExpertWeight:
         if self.scale2 is not None:
             per_row = expand_scale2(self.scale2[expert : expert + 1], self.rows)[0]
             scale2 = per_row if per_row.shape[0] == 1 else per_row[start:stop]
+        data = to_pairs(data) if self.order == "words" else data
         return dequantize(data, scale, scale2, format=self.format).to(dtype)
 
-    def check_values(self) -> None:
-        """Raise ValueError naming the first expert and row whose scale is NaN (or second scale is not finite)."""
+    def check_values(self, first_expert: int = 0) -> None:
+        """Raise ValueError naming the first expert (counted from `first_expert`, for callers that stream) and row whose
+        scale is NaN, or the second scale or input scale that is out of range."""
         # One expert at a time, so that checking needs no second copy of the scales.
         for expert, scale in enumerate(self.scale.view(torch.uint8) if self.scale is not None else ()):
             bad = scale == 255 if self.format == "mxfp4" else (scale & 0x7F) == 0x7F
             if bool(bad.any()):
                 row, block = bad.nonzero()[0].tolist()
                 raise ValueError(
-                    f"scale: NaN at expert {expert}, row {row}, block {block} ({int(bad.sum())} NaN scales in this "
-                    "expert); the checkpoint is damaged or of another format"
+                    f"scale: NaN at expert {first_expert + expert}, row {row}, block {block} ({int(bad.sum())} NaN "
+                    "scales in this expert); the checkpoint is damaged or of another format"
                 )
         if self.scale2 is not None and not bool(torch.isfinite(self.scale2).all()):
             where = (~torch.isfinite(self.scale2)).nonzero()[0].tolist()
             part = f" ({('gate', 'up')[where[1]]} rows)" if len(where) == 2 else ""
             value = self.scale2[tuple(where)].item()
-            raise ValueError(f"scale2: {value} at expert {where[0]}{part}, expected a finite number")
+            raise ValueError(f"scale2: {value} at expert {first_expert + where[0]}{part}, expected a finite number")
+        if self.input_scale is not None and not 0 < float(self.input_scale) < float("inf"):
+            raise ValueError(f"input_scale: {float(self.input_scale)}, expected a positive finite number")
 
     def to(self, device: torch.device | str) -> ExpertWeight:
         """The same weight on `device`."""
-        moved = {name: t.to(device) for name in ("data", "scale", "scale2") if (t := getattr(self, name)) is not None}
-        return replace(self, **moved)
+        moved = self._of_each(lambda tensor: tensor.to(device))
+        return moved if self.input_scale is None else replace(moved, input_scale=self.input_scale.to(device))
+
+    def part(self, experts: slice) -> ExpertWeight:
+        """The weight of some of the experts, as views."""
+        return self._of_each(lambda tensor: tensor[experts])
+
+    def clone(self) -> ExpertWeight:
+        """A copy with tensors of its own."""
+        return self._of_each(lambda tensor: tensor.clone())
+
+    def _of_each(self, function: Callable[[Tensor], Tensor]) -> ExpertWeight:
+        scale, scale2 = (None if t is None else function(t) for t in (self.scale, self.scale2))
+        return replace(self, data=function(self.data), scale=scale, scale2=scale2)
 
 
 def _byte_values(device: torch.device) -> Tensor:

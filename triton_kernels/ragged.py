@@ -68,15 +68,17 @@ def check_batch(
     device: torch.device,
 ) -> None:
     """Check the tensors that describe a ragged batch, and on the CPU, where reading them waits for nothing, their
-    values.
+    values. `slots` is `[B]`, or a block table `[B, any]`.
 
     `cu_seqlens` may end short of `rows`: the rows behind it are the padding of a captured graph.
     """
     batch = len(kv_lens) if isinstance(kv_lens, torch.Tensor) and kv_lens.dim() == 1 else None
     ends = None if batch is None else batch + 1
     named = [("kv_lens", kv_lens, batch), ("cu_seqlens", cu_seqlens, ends)]
-    if state is not None:
+    if state is not None and (not isinstance(slots, torch.Tensor) or slots.dim() != 2):
         named.append(("slots", slots, batch))  # type: ignore[arg-type]
+    elif state is not None and slots is not None:
+        check_tensor(op, "slots", slots, (batch, None), (torch.int32,), device)
     for name, tensor, size in named:
         check_tensor(op, name, tensor, (size,), (torch.int32,), device)
         if tensor.numel() > 1 and tensor.stride(0) != 1:
@@ -91,7 +93,7 @@ def check_batch(
     lens = kv_lens.tolist()
     if min(lens, default=0) < 0:
         raise ValueError(f"{op}: kv_lens has {min(lens)}; expected numbers of tokens, 0 or more")
-    if state is not None and slots is not None and max(slots.tolist(), default=-1) >= len(state):
+    if state is not None and slots is not None and slots.numel() and int(slots.max()) >= len(state):
         raise ValueError(f"{op}: slots has {int(slots.max())}; expected rows of state below {len(state)}, or -1")
 
 

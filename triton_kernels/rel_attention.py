@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 
 from inkling_kernels.compile_case import CompileCase
+from inkling_kernels.fp8 import fp8_values_ref
 from inkling_kernels.ragged import sequence_tile_fn
 from inkling_kernels.rel_attention_decode import rel_attention_decode
 from inkling_kernels.rel_attention_plan import RelAttentionConfig, rel_attention_plan, takes_decode
@@ -283,14 +284,18 @@ def rel_attention_ref(
     scale: float,
     max_query_len: int | None = None,
     max_kv_len: int | None = None,
+    kv_scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Attend; see the module for formula and layouts. Differentiable. Returns `[T, Hq, D]` in `q.dtype`. Raises
-    ValueError where a sequence has more rows or keys than `max_query_len` or `max_kv_len` say.
+    """Attend; see the module for formula and layouts. Differentiable. Returns `[T, Hq, D]` in `q.dtype`. With
+    `kv_scales` the pages are fp8, and all of them are unpacked first. Raises ValueError where a sequence has more rows
+    or keys than `max_query_len` or `max_kv_len` say.
 
     Works in tiles of query rows and reads only the keys that some row of the tile may see, so time and memory follow
     the window on sliding layers. The bias of a tile is one product with the distances reversed; reading that product
     with a row stride one shorter moves every row's bias under its keys.
     """
+    if kv_scales is not None:
+        k_pages, v_pages = (fp8_values_ref(*each) for each in zip((k_pages, v_pages), kv_scales, strict=True))
     heads, kv_heads, extent, dtype = q.shape[1], k_pages.shape[2], proj.shape[1], q.dtype
     rows, bank = max(1, min(_ROWS, len(q))), proj.float().flip(1)
     q, r, starts = q.float() * scale, r.float(), cu_seqlens.tolist()

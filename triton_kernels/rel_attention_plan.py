@@ -138,8 +138,8 @@ class RelAttentionPlan:
                 "BLOCK_N": self.config.block_n, "WINDOW": self.window is not None, "FAR": far}  # fmt: skip
 
     def spans(self, q_len: int, kv_len: int) -> list[tuple[int, int, int, int]]:
-        """For each query tile of a sequence: its first key, the end of its keys, its tiles with a bias, and the position
-        of its first token."""
+        """For each query tile of a sequence: its first key, the end of its keys, its tiles with a bias, and its first
+        token's position."""
         size, spans = self.config.block_n, []
         for t0 in range(0, q_len, self.tokens):
             first = kv_len - q_len + t0

@@ -4,12 +4,14 @@
 
 One call serves prefill, extension, decoding and verification. Taps that reach before the rows of this step come from
 the sequence's state: the last inputs of the channel in a ring, the row of position `p` at `p % R`. With `R >= W - 1 +
-drafts` the ring still holds the accepted rows after drafts were rejected, so nothing has to be rolled back.
+drafts` the ring still holds the accepted rows after drafts were rejected, so nothing has to be rolled back. A paged
+state has a block table: position `p` lives in block `slots[b, p // R]`, and every row is kept.
 
 Layouts: `x` `[T, C]` rows of all sequences one after another (any row stride), `weight` `[C, W]` float32, `state`
-`[S, R, C]`, `slots` `[B]` int32 (the sequence's row of `state`), `cu_seqlens` `[B+1]` int32, `kv_lens` `[B]` int32
-(tokens of the sequence including this step's). Row `i` of sequence `b` is at position `kv_lens[b] - q_len[b] + i`; rows
-at negative positions are padding, whose results mean nothing and which leave every state as it was.
+`[S, R, C]`, `slots` `[B]` int32 (the sequence's row of `state`) or `[B, N]` (its block table), `cu_seqlens` `[B+1]`
+int32, `kv_lens` `[B]` int32 (tokens of the sequence including this step's). Row `i` of sequence `b` is at position
+`kv_lens[b] - q_len[b] + i`; rows at negative positions are padding, whose results mean nothing and which leave every
+state as it was.
 Arithmetic is float32 in the order of the formula, rounded to `x.dtype` once; `residual` is then added in `x.dtype`.
 With a `norm_weight` the launch also gives the RMS norm of that sum (`inkling_kernels.norm`).
 
@@ -68,10 +70,28 @@ DEFAULT = ShortConvConfig()
 
 
 @triton.jit
+def owner_fn(slots_ptr, slots_strides, seq, PAGED: tl.constexpr):
+    """A sequence's row of `state` (-1: it has none) and where its entries of `slots` begin."""
+    slots_ptr += seq.to(tl.int64) * slots_strides[0]
+    slot = 0
+    if not PAGED:
+        slot = tl.load(slots_ptr)
+    return slot, slots_ptr
+
+
+@triton.jit
+def state_row_fn(slot, slots_ptr, slots_block, position, live, ring, state_slot, state_row, PAGED: tl.constexpr):
+    """Offsets (int64) in `state` of the rows that hold `position`, right where `live`."""
+    if PAGED:
+        slot = tl.load(slots_ptr + (position // ring).to(tl.int64) * slots_block, mask=live, other=0)
+    return slot.to(tl.int64) * state_slot + (position % ring).to(tl.int64) * state_row
+
+
+@triton.jit
 def convolved_fn(
     x_ptr, x_row, x_at, weight_ptr, weight_at, weight_tap, state_ptr, state_slot, state_row, state_at,
-    slot, ring, begin, length, local, start, column_live,
-    WIDTH: tl.constexpr, BLOCK_T: tl.constexpr,
+    slot, slots_ptr, slots_block, ring, begin, length, local, start, column_live,
+    WIDTH: tl.constexpr, BLOCK_T: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
     """Float32 `[BLOCK_T, C]`: rows `local ..` of a sequence, convolved; rows past its last are 0. `x_at`, `weight_at`
     and `state_at` are the channels' int64 offsets in their tensors. Rows before position 0, and all older rows where
@@ -87,8 +107,9 @@ def convolved_fn(
         tap = tl.load(x_ptr + at[:, None] + x_at[None, :], mask=new, other=0.0)
         if state_ptr is not None and j < WIDTH - 1:
             position = tl.where(slot >= 0, start + source, -1)
-            old = (live & (source < 0) & (position >= 0))[:, None] & column_live[None, :]
-            at = slot.to(tl.int64) * state_slot + (position % ring).to(tl.int64) * state_row
+            old = live & (source < 0) & (position >= 0)
+            at = state_row_fn(slot, slots_ptr, slots_block, position, old, ring, state_slot, state_row, PAGED)
+            old = old[:, None] & column_live[None, :]
             held = tl.load(state_ptr + at[:, None] + state_at[None, :], mask=old, other=0.0)
             tap = tl.where(old, held.to(tap.dtype), tap)
         tap = tap.to(tl.float32)
@@ -99,34 +120,42 @@ def convolved_fn(
 
 @triton.jit
 def keep_fn(
-    x_ptr, x_row, x_at, state_ptr, state_slot, state_row, state_at, slot, ring, begin, length, local, start,
-    column_live, BLOCK_T: tl.constexpr,
+    x_ptr, x_row, x_at, state_ptr, state_slot, state_row, state_at, slot, slots_ptr, slots_block, ring, begin, length,
+    local, start, column_live, BLOCK_T: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
-    """In the first tile of a sequence, after all its threads have read the ring: write the sequence's newest inputs, as
-    many as the ring has rows for, where positions from 0 on belong."""
-    kept = tl.where(local == 0, tl.minimum(length, ring), 0)
-    if kept > 0:
-        tl.debug_barrier()
+    """Write a sequence's inputs where positions from 0 on belong. Into a ring: in its first tile, after all its threads
+    have read it, the newest ones, as many as it has rows for. Into pages, where no row takes another's place: every
+    tile its own."""
+    if PAGED:
+        kept = tl.minimum(length - local, BLOCK_T)
+        newest = local
+    else:
+        kept = tl.where(local == 0, tl.minimum(length, ring), 0)
+        newest = length - kept
+        if kept > 0:
+            tl.debug_barrier()
     for first in range(0, kept, BLOCK_T):
-        index = length - kept + first + tl.arange(0, BLOCK_T)
+        index = newest + first + tl.arange(0, BLOCK_T)
         position = tl.where(slot >= 0, start + index, -1)
-        live = ((index < length) & (position >= 0))[:, None] & column_live[None, :]
+        live = (index < length) & (position >= 0)
+        kept_at = state_row_fn(slot, slots_ptr, slots_block, position, live, ring, state_slot, state_row, PAGED)
+        live = live[:, None] & column_live[None, :]
         at = (begin + index).to(tl.int64) * x_row
         x = tl.load(x_ptr + at[:, None] + x_at[None, :], mask=live, other=0.0)
-        at = slot.to(tl.int64) * state_slot + (position % ring).to(tl.int64) * state_row
-        tl.store(state_ptr + at[:, None] + state_at[None, :], x.to(state_ptr.dtype.element_ty), mask=live)
+        tl.store(state_ptr + kept_at[:, None] + state_at[None, :], x.to(state_ptr.dtype.element_ty), mask=live)
 
 
 @triton.jit
 def _sum_fn(
     x_ptr, weight_ptr, state_ptr, residual_ptr, x_strides, weight_strides, state_strides, residual_strides, channel,
-    slot, ring, begin, length, covered, local, start, column_live, WIDTH: tl.constexpr, BLOCK_T: tl.constexpr,
+    slot, slots_ptr, slots_block, ring, begin, length, covered, local, start, column_live, WIDTH: tl.constexpr,
+    BLOCK_T: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
     """Rows `local ..` of a sequence, convolved and rounded, with the residual: `[BLOCK_T, C]` of x's type."""
     y = convolved_fn(
         x_ptr, x_strides[0], channel * x_strides[1], weight_ptr, channel * weight_strides[0], weight_strides[1],
-        state_ptr, state_strides[0], state_strides[1], channel * state_strides[2], slot, ring, begin, length, local,
-        start, column_live, WIDTH, BLOCK_T,
+        state_ptr, state_strides[0], state_strides[1], channel * state_strides[2], slot, slots_ptr, slots_block, ring,
+        begin, length, local, start, column_live, WIDTH, BLOCK_T, PAGED,
     ).to(x_ptr.dtype.element_ty)  # fmt: skip
     if residual_ptr is not None:
         row = local + tl.arange(0, BLOCK_T)
@@ -140,8 +169,8 @@ def _sum_fn(
 @triton.jit(do_not_specialize=["rows", "batch", "ring", "eps"])
 def _short_conv_kernel(
     out_ptr, normed_ptr, x_ptr, weight_ptr, state_ptr, slots_ptr, cu_ptr, kv_lens_ptr, residual_ptr, norm_ptr, rows,
-    batch, channels, ring, eps, x_strides, weight_strides, state_strides, residual_strides, norm_stride,
-    WIDTH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
+    batch, channels, ring, eps, x_strides, weight_strides, state_strides, slots_strides, residual_strides, norm_stride,
+    WIDTH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
     seq, begin, length, covered, local, start = sequence_tile_fn(
         cu_ptr, kv_lens_ptr, tl.program_id(0), rows, batch, BLOCK_T
@@ -150,7 +179,7 @@ def _short_conv_kernel(
         return
     slot = -1
     if state_ptr is not None:
-        slot = tl.load(slots_ptr + seq)
+        slot, slots_ptr = owner_fn(slots_ptr, slots_strides, seq, PAGED)
     first, step = tl.program_id(1) * BLOCK_C, tl.num_programs(1) * BLOCK_C
     scale = tl.zeros([BLOCK_T], tl.float32)
     if norm_ptr is not None:
@@ -158,7 +187,8 @@ def _short_conv_kernel(
             channel = begin_c + tl.arange(0, BLOCK_C).to(tl.int64)
             y = _sum_fn(
                 x_ptr, weight_ptr, state_ptr, residual_ptr, x_strides, weight_strides, state_strides, residual_strides,
-                channel, slot, ring, begin, length, covered, local, start, channel < channels, WIDTH, BLOCK_T,
+                channel, slot, slots_ptr, slots_strides[1], ring, begin, length, covered, local, start,
+                channel < channels, WIDTH, BLOCK_T, PAGED,
             ).to(tl.float32)  # fmt: skip
             scale += tl.sum(y * y, 1)
         scale = 1.0 / tl.sqrt(scale / channels + eps)
@@ -167,12 +197,14 @@ def _short_conv_kernel(
         column_live = channel < channels
         y = _sum_fn(
             x_ptr, weight_ptr, state_ptr, residual_ptr, x_strides, weight_strides, state_strides, residual_strides,
-            channel, slot, ring, begin, length, covered, local, start, column_live, WIDTH, BLOCK_T,
+            channel, slot, slots_ptr, slots_strides[1], ring, begin, length, covered, local, start, column_live, WIDTH,
+            BLOCK_T, PAGED,
         )  # fmt: skip
         if state_ptr is not None:
             keep_fn(
                 x_ptr, x_strides[0], channel * x_strides[1], state_ptr, state_strides[0], state_strides[1],
-                channel * state_strides[2], slot, ring, begin, length, local, start, column_live, BLOCK_T,
+                channel * state_strides[2], slot, slots_ptr, slots_strides[1], ring, begin, length, local, start,
+                column_live, BLOCK_T, PAGED,
             )  # fmt: skip
         row = local + tl.arange(0, BLOCK_T)
         live = (row < covered)[:, None] & column_live[None, :]
@@ -243,9 +275,10 @@ def short_conv(
         _short_conv_kernel[plan.grid](
             out, normed, x, weight, state, slots, cu_seqlens, kv_lens, residual, norm_weight, rows, len(kv_lens),
             channels, state.shape[1] if state is not None else 1, float(eps), x.stride(), weight.stride(),
-            state.stride() if state is not None else (0, 0, 0), residual.stride() if residual is not None else (0, 0),
+            state.stride() if state is not None else (0, 0, 0), (*slots.stride(), 0)[:2],
+            residual.stride() if residual is not None else (0, 0),
             norm_weight.stride(0) if norm_weight is not None else 0, WIDTH=weight.shape[1], BLOCK_T=plan.block_t,
-            BLOCK_C=plan.block_c, num_warps=plan.num_warps, enable_fp_fusion=True,
+            BLOCK_C=plan.block_c, PAGED=slots.dim() == 2, num_warps=plan.num_warps, enable_fp_fusion=True,
         )  # fmt: skip
     return out if normed is None else (out, normed)
 
@@ -262,7 +295,8 @@ def check_conv(
         raise ValueError(f"{op}: weight has a width of {width}; expected 1 to {MAX_WIDTH}")
     if state is not None:
         check_tensor(op, "state", state, (None, None, x.shape[1]), FLOATS, x.device)
-        if state.shape[1] < max(1, width - 1):
+        # Rows of a paged state are never overwritten by later ones, so a block of one row would do.
+        if state.shape[1] < (1 if slots.dim() == 2 else max(1, width - 1)):
             raise ValueError(
                 f"{op}: state keeps {state.shape[1]} rows a sequence; a width of {width} needs {max(1, width - 1)}"
             )
@@ -315,10 +349,21 @@ class _Run:
     source: torch.Tensor
 
 
+def _block(blocks: tuple[int, ...], position: int, ring: int, paged: bool) -> int:
+    """The row of the state that holds a position of the sequence with these entries of `slots`; -1 where none does."""
+    return blocks[position // ring] if paged and position >= 0 else blocks[0]
+
+
 # Every convolution of a step asks for the same: what the lengths say is worked out once.
 @lru_cache(maxsize=32)
 def _runs_of(
-    starts: tuple[int, ...], lens: tuple[int, ...], slots: tuple[int, ...], past: int, ring: int, device: torch.device
+    starts: tuple[int, ...],
+    lens: tuple[int, ...],
+    slots: tuple[tuple[int, ...], ...],
+    past: int,
+    ring: int,
+    paged: bool,
+    device: torch.device,
 ) -> list[_Run]:
     runs, begin = [], 0
     counts = [b - a for a, b in pairwise(starts)]
@@ -326,13 +371,14 @@ def _runs_of(
         if end < len(counts) and counts[end] == counts[begin]:
             continue
         rows, owners = counts[begin], list(zip(slots[begin:end], lens[begin:end], strict=True))
-        old = [(max(s, 0), p % ring) for s, n in owners for p in range(n - rows - past, n - rows)]
-        absent = [s < 0 or p < 0 for s, n in owners for p in range(n - rows - past, n - rows)]
+        before = [(blocks, p) for blocks, n in owners for p in range(n - rows - past, n - rows)]
+        old = [(max(_block(blocks, p, ring, paged), 0), p % ring) for blocks, p in before]
+        absent = [p < 0 or _block(blocks, p, ring, paged) < 0 for blocks, p in before]
         kept = [
-            (s, p % ring, starts[begin] + i * rows + p - (n - rows))
-            for i, (s, n) in enumerate(owners)
-            for p in range(max(n - min(rows, ring), 0), n)
-            if s >= 0
+            (_block(blocks, p, ring, paged), p % ring, starts[begin] + i * rows + p - (n - rows))
+            for i, (blocks, n) in enumerate(owners)
+            for p in range(max(n - (rows if paged else min(rows, ring)), 0), n)
+            if _block(blocks, p, ring, paged) >= 0
         ]
         # Not inference tensors, which a later call that records gradients could not use.
         with torch.inference_mode(False):
@@ -372,14 +418,16 @@ def convolved_ref(
     `ValueError` where the ring holds fewer than `W - 1` rows.
     """
     past = weight.shape[1] - 1
-    if state is not None and state.shape[1] < past:
+    if state is not None and slots.dim() == 1 and state.shape[1] < past:
         raise ValueError(
             f"short_conv: state keeps {state.shape[1]} rows a sequence; a width of {past + 1} needs {past}"
         )
     taps = weight.float().t().contiguous()
     starts, ring = tuple(cu_seqlens.tolist()), state.shape[1] if state is not None else past
+    paged = slots.dim() == 2
+    owners = tuple(map(tuple, (slots if paged else slots.unsqueeze(1)).tolist()))
     pieces = []
-    for run in _runs_of(starts, tuple(kv_lens.tolist()), tuple(slots.tolist()), past, max(ring, 1), x.device):
+    for run in _runs_of(starts, tuple(kv_lens.tolist()), owners, past, max(ring, 1), paged, x.device):
         rows = x[run.begin : run.begin + run.sequences * run.rows].unflatten(0, (run.sequences, run.rows))
         if state is None:
             old = rows.new_zeros(run.sequences, past, x.shape[1])

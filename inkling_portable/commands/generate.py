@@ -52,6 +52,10 @@ def generate(
     dtype: Annotated[str, typer.Option(metavar="D", help="Of activations: auto (bfloat16), bfloat16, float32.")] = (
         "auto"
     ),
+    moe_format: Annotated[
+        str | None,
+        typer.Option(metavar="F", help="Hold the routed experts in bf16, nvfp4 or mxfp4, whatever the checkpoint has."),
+    ] = None,
     device: Annotated[
         str, typer.Option(metavar="D", help="cpu, auto (what this machine has), interpret, or as in `explain`.")
     ] = "cpu",
@@ -96,11 +100,14 @@ def generate(
     llm = LLM(
         model,
         dtype=dtype,
+        moe_format=moe_format,
         device=device,
         max_num_batched_tokens=chunk,
         num_speculative_tokens=speculative,
         progress=sys.stderr.isatty(),
     )
+    if llm.conversion is not None:
+        typer.echo(f"inkling: {llm.conversion}", err=True)
     failed = 0
     if stream:
         outputs: Iterable[RequestOutput] = _stream(llm, prompts, params, chat=chat)
@@ -287,6 +294,8 @@ def _record(output: RequestOutput, llm: LLM) -> dict[str, Any]:
         "finish_reason": result.finish_reason,
         "timings": output.timings,
     }
+    if llm.conversion is not None:
+        record["moe_conversion"] = llm.conversion.to_dict()
     return record | ({"error": result.error} if result.error else {})
 
 

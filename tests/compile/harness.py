@@ -28,7 +28,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-os.environ.pop("TRITON_INTERPRET", None)
+if __name__ == "__main__":
+    os.environ.pop("TRITON_INTERPRET", None)
 
 import triton
 from triton.runtime import JITFunction
@@ -169,45 +170,46 @@ def problems(case: CompileCase, target: Target, kernels: list[dict[str, Any]]) -
     return found
 
 
-def without_references(tree: ast.Module) -> ast.Module:
-    """A module without its `_ref` functions and the private names that only they use: no part of what is compiled."""
-
-    def own(node: ast.stmt) -> str | None:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            return node.name
-        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-            return node.targets[0].id
-        return None
-
-    kept = [node for node in tree.body if not (isinstance(node, ast.FunctionDef) and node.name.endswith("_ref"))]
-    while True:
-        used = [{each.id for each in ast.walk(node) if isinstance(each, ast.Name)} for node in kept]
-        unused = [
-            node
-            for i, node in enumerate(kept)
-            if (name := own(node) or "").startswith("_") and not any(name in u for j, u in enumerate(used) if j != i)
-        ]
-        if not unused:
-            break
-        kept = [node for node in kept if node not in unused]
-    return ast.Module(kept, tree.type_ignores)
+def definitions(module: str) -> dict[str, ast.stmt | tuple[str, str]]:
+    """What each name of a kernel module stands for at its top level: its code, docstrings left out, or the (module,
+    name) of another kernel module that it is imported from."""
+    tree = ast.parse((KERNELS / f"{module}.py").read_text(encoding="utf-8"))
+    found: dict[str, ast.stmt | tuple[str, str]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    for node in tree.body:
+        match node:
+            case ast.ImportFrom(module=str(where)) if where.startswith("inkling_kernels."):
+                for alias in node.names:
+                    found[alias.asname or alias.name] = (where.removeprefix("inkling_kernels."), alias.name)
+            case ast.FunctionDef() | ast.ClassDef():
+                found[node.name] = node
+            case ast.Assign() | ast.AnnAssign():
+                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                    found |= {each.id: node for each in ast.walk(target) if isinstance(each, ast.Name)}
+    return found
 
 
 def sources(module: str) -> str:
-    """A hash of the module's code and of the kernel modules that it imports, comments and docstrings left out."""
-    seen, waiting = {}, [module]
+    """A hash of the code that the module's cases reach, in whatever kernel module it stands, prose left out. What they
+    do not reach, such as a `_ref`, is no part of what is compiled."""
+    known: dict[str, dict[str, ast.stmt | tuple[str, str]]] = {}
+    reached: dict[tuple[str, str], str] = {}
+    waiting = [(module, "COMPILE_CASES")]
     while waiting:
-        name = waiting.pop()
-        if name in seen:
-            continue
-        tree = ast.parse((KERNELS / f"{name}.py").read_text(encoding="utf-8"))
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("inkling_kernels."):
-                waiting.append(str(node.module).removeprefix("inkling_kernels."))
-            if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module) and ast.get_docstring(node) is not None:
-                node.body = node.body[1:] or [ast.Pass()]
-        seen[name] = ast.unparse(without_references(tree))
-    return hashlib.sha256(json.dumps(sorted(seen.items())).encode()).hexdigest()[:16]
+        where, name = waiting.pop()
+        if where not in known:
+            known[where] = definitions(where)
+        meant = known[where].get(name)
+        if isinstance(meant, tuple):
+            waiting.append(meant)
+        elif meant is not None and (where, name) not in reached:
+            reached[where, name] = ast.unparse(meant)
+            waiting += [(where, each.id) for each in ast.walk(meant) if isinstance(each, ast.Name)]
+    if not reached:
+        raise ValueError(f"{module} has no COMPILE_CASES")
+    return hashlib.sha256(json.dumps(sorted(map(list, reached.items()))).encode()).hexdigest()[:16]
 
 
 def modules() -> dict[str, tuple[CompileCase, ...]]:

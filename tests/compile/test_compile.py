@@ -23,15 +23,12 @@ OLDEST, NEWEST = "3.6.0", "3.9.0"
 
 @pytest.fixture(scope="module")
 def harness() -> ModuleType:
-    """The harness as a module; it wants no interpreter, and importing it compiles nothing."""
-    before = os.environ.get("TRITON_INTERPRET")
+    """The harness as a module; importing it compiles nothing."""
     spec = importlib.util.spec_from_file_location("compile_harness", HARNESS)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    if before is not None:
-        os.environ["TRITON_INTERPRET"] = before
     return module
 
 
@@ -125,17 +122,21 @@ def test_narrow_addresses_are_found(harness: ModuleType) -> None:
     assert len(harness.narrow_addresses(GOOD + late, ())) == 1
 
 
-def test_the_hash_of_the_sources_ignores_prose_alone(harness: ModuleType, tmp_path: Path, monkeypatch) -> None:
+def test_the_hash_is_of_what_the_cases_reach_without_prose(harness: ModuleType, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(harness, "KERNELS", tmp_path)
-    (tmp_path / "helper.py").write_text("x = 1\n")
-    kernel = tmp_path / "kernel.py"
-    kernel.write_text(
-        '"""Doc."""\nfrom inkling_kernels.helper import x\n\ndef f():\n    """Doc."""\n    return x  # why\n'
-    )
+    helper, kernel = tmp_path / "helper.py", tmp_path / "kernel.py"
+    head = "from inkling_kernels.helper import x\n\n"
+    tail = "def f_ref():\n    return 1\n\nCOMPILE_CASES = (f,)\n"
+    helper.write_text("x = 1\ny = 1\n")
+    kernel.write_text(f'"""Doc."""\n{head}def f():\n    """Doc."""\n    return x  # why\n\n{tail}')
     first = harness.sources("kernel")
-    kernel.write_text('"""Other."""\nfrom inkling_kernels.helper import x\n\ndef f():\n    return x\n')
+    kernel.write_text(f'"""Other."""\n{head}def f():\n    return x\n\n{tail.replace("1", "2")}')
+    helper.write_text("x = 1\ny = 2\n")
     assert harness.sources("kernel") == first
-    (tmp_path / "helper.py").write_text("x = 2\n")
+    helper.write_text("x = 2\n")
+    assert harness.sources("kernel") != first
+    helper.write_text("x = 1\n")
+    kernel.write_text(f"{head}def f():\n    return x + 1\n\n{tail}")
     assert harness.sources("kernel") != first
 
 

@@ -4,6 +4,7 @@ C7)."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from inkling_kernels.testing import guarded
 
 Impl = Callable[..., torch.Tensor]
 FORMATS = ("nvfp4", "mxfp4")
+ORDERS = ("pairs", "words")
 UNIT = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6}
 
 
@@ -28,11 +30,11 @@ def impl(kernel_device: torch.device) -> Impl:
 
 
 def packed(
-    rng: np.random.Generator, format: str, experts: int, hidden: int, width: int, padding: int = 0
+    rng: np.random.Generator, format: str, experts: int, hidden: int, width: int, padding: int = 0, order: str = "words"
 ) -> tuple[list[ExpertWeight], list[np.ndarray]]:
     """w13 and w2 as they are stored, and their values."""
-    w13 = random_packed(rng, format, experts, 2 * width, hidden, "interleaved", padding=padding)
-    w2 = random_packed(rng, format, experts, hidden, width, "plain", padding=padding)
+    w13 = random_packed(rng, format, experts, 2 * width, hidden, "interleaved", padding=padding, order=order)
+    w2 = random_packed(rng, format, experts, hidden, width, "plain", padding=padding, order=order)
     return [w13[0], w2[0]], [w13[1], w2[1]]
 
 
@@ -48,15 +50,16 @@ def compare(out: torch.Tensor, expected: np.ndarray) -> None:
     tokens=st.integers(1, 24),
     top_k=st.integers(1, 3),
     format=st.sampled_from(FORMATS),
+    order=st.sampled_from(ORDERS),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     routing=st.sampled_from(["uniform", "one-hot", "mostly absent", "absent"]),
     seed=st.integers(0, 2**31),
 )
 def test_any_routing(
-    impl: Impl, tokens: int, top_k: int, format: str, dtype: torch.dtype, routing: str, seed: int
+    impl: Impl, tokens: int, top_k: int, format: str, order: str, dtype: torch.dtype, routing: str, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
-    weights, exact = packed(rng, format, 3, 32, 32)
+    weights, exact = packed(rng, format, 3, 32, 32, order=order)
     x = guarded(torch.from_numpy(rng.standard_normal((tokens, 32))).to(dtype))
     ids = rng.integers(0, 3, (tokens, top_k)).astype(np.int32)
     if routing == "one-hot":
@@ -68,12 +71,12 @@ def test_any_routing(
     compare(out, oracle(x.double().numpy(), *exact, ids, gammas.numpy()))
 
 
-@pytest.mark.parametrize("width", [32, 96, 128, 160, 192, 224, 320, 384])
+@pytest.mark.parametrize("width", [32, 96, 128, 160, 192, 224, 320, 384, 640])
 def test_widths_and_padding(impl: Impl, width: int) -> None:
     """C6: multiples of 32 that no tile divides; rows, blocks and tokens beside the slice are NaN."""
     rng = np.random.default_rng(width)
     format, dtype = FORMATS[width // 32 % 2], (torch.float32, torch.bfloat16)[width // 64 % 2]
-    weights, exact = packed(rng, format, 2, 96, width, padding=2)
+    weights, exact = packed(rng, format, 2, 96, width, padding=2, order=ORDERS[width // 32 % 3 % 2])
     x = guarded(torch.from_numpy(rng.standard_normal((3, 96))).to(dtype))
     ids = np.array([[0, 1], [1, -1], [1, 0]], np.int32)
     gammas = torch.tensor([[0.5, 2.0], [1.0, 3.0], [-1.0, 0.25]])
@@ -83,8 +86,9 @@ def test_widths_and_padding(impl: Impl, width: int) -> None:
 
 @pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("format", FORMATS)
-def test_every_code_with_telling_scales(impl: Impl, format: str, dtype: torch.dtype) -> None:
+def test_every_code_with_telling_scales(impl: Impl, format: str, order: str, dtype: torch.dtype) -> None:
     """C7: token j reaches unit j alone, so its results are column j of w2 times one number: all sixteen codes, a scale
     byte a row. NaN and overflow spoil their own row and no other."""
     telling = {
@@ -99,8 +103,8 @@ def test_every_code_with_telling_scales(impl: Impl, format: str, dtype: torch.dt
     codes2 = np.tile(np.arange(16, dtype=np.uint8), (1, 32, 2))
     rows = np.array((telling * 3)[:32], np.uint8)
     scale2 = np.broadcast_to(rows[None, :, None], (1, 32, scale13.shape[2])).copy()
-    w13 = stored(format, codes13, scale13, unit, "interleaved")
-    w2 = stored(format, codes2, scale2, unit, "plain")
+    w13 = stored(format, codes13, scale13, unit, "interleaved", order=order)
+    w2 = stored(format, codes2, scale2, unit, "plain", order=order)
     out = impl(torch.eye(32).to(dtype), w13, w2, torch.zeros(32, 1, dtype=torch.int32), torch.ones(32, 1))
     with np.errstate(invalid="ignore", over="ignore"):
         inner = np.float64(torch.tensor(6 / (1 + np.exp(-6.0))).to(dtype).item())
@@ -125,8 +129,8 @@ def test_parts_of_the_width_add_up(impl: Impl, format: str) -> None:
     parts = []
     for a, b in ((0, 32), (32, 128)):
         rows, cut = slice(2 * a, 2 * b), slice(a // block, b // block)
-        local = ExpertWeight(w13.format, w13.data[:, rows], w13.scale[:, rows], w13.scale2, "interleaved")
-        other = ExpertWeight(w2.format, w2.data[..., a // 2 : b // 2], w2.scale[..., cut], w2.scale2)
+        local = replace(w13, data=w13.data[:, rows], scale=w13.scale[:, rows])
+        other = replace(w2, data=w2.data[..., a // 2 : b // 2], scale=w2.scale[..., cut])
         parts.append(impl(x, local, other, ids, gammas))
     compare(parts[0] + parts[1], impl(x, w13, w2, ids, gammas).double().numpy())
 

@@ -14,8 +14,8 @@ from mutants import broken
 
 from inkling_kernels.numerics import ExpertWeight
 
-FILES = ("target", "compile_case", "ragged", "activation", "numerics", "expert_sort", "moe_gemm_fp4", "moe_gemm_plan",
-         "moe_gemm")  # fmt: skip
+FILES = ("target", "compile_case", "ragged", "activation", "moe_words", "numerics", "expert_sort", "moe_gemm_fp4",
+         "moe_gemm_plan", "moe_gemm")  # fmt: skip
 GEMM, FP4, PLAN = "moe_gemm", "moe_gemm_fp4", "moe_gemm_plan"
 
 # checked with, name, file, text, what stands there instead
@@ -42,10 +42,17 @@ BROKEN = [
      "for first in range(0, columns, BLOCK_K)", "for first in range(0, columns - BLOCK_K + 1, BLOCK_K)"),
     ("nvfp4", "swapped nibbles", FP4,
      "tl.join(tl.join(p0, p2), tl.join(p1, p3))", "tl.join(tl.join(p1, p3), tl.join(p0, p2))"),
-    ("nvfp4", "halves of a word exchanged", FP4, "return tl.join(low, high)", "return tl.join(high, low)"),
+    ("nvfp4", "halves of a word exchanged", FP4,
+     "tl.join(low * scale, high * scale)", "tl.join(high * scale, low * scale)"),
     ("nvfp4", "bytes out of order", FP4,
      "tl.join(tl.join(p0, p2), tl.join(p1, p3))", "tl.join(tl.join(p0, p1), tl.join(p2, p3))"),
-    ("nvfp4", "signs of codes lost", FP4, "((word << 12) & 0x80008000)", "((word << 12) & 0x00000000)"),
+    ("nvfp4", "signs of codes lost", FP4, "p1 = (word << 3) & 0x81C081C0", "p1 = (word << 3) & 0x01C001C0"),
+    ("nvfp4", "a code's lowest bit lost", FP4, "((word >> 4) & 0x00C000C0)", "((word >> 4) & 0x00800080)"),
+    ("nvfp4", "a shift too far", FP4, "p2 = (word << 6)", "p2 = (word << 5)"),
+    ("nvfp4", "pairs read as words", GEMM, "ORDER=weight.order", 'ORDER="pairs"'),
+    ("mxfp4 pairs", "words read as pairs", GEMM, "ORDER=weight.order", 'ORDER="words"'),
+    ("mxfp4 pairs", "low codes without sign", FP4, "((word >> 12) & 0x8000)", "((word >> 12) & 0x0000)"),
+    ("mxfp4 pairs", "bytes backwards", FP4, "p0 = _placed_byte_fn(word << 24)", "p0 = _placed_byte_fn(word)"),
     ("nvfp4", "second scale dropped", GEMM, "gate *= tl.load(scale2_ptr + expert * scale2_expert) *", "gate *="),
     ("nvfp4", "gate's scale for up", GEMM, "expert * scale2_expert + scale2_up)", "expert * scale2_expert)"),
     ("nvfp4", "up's scale for gate", GEMM,
@@ -69,7 +76,7 @@ BROKEN = [
 ]  # fmt: skip
 
 
-def ordinary(kind: str) -> tuple[list, np.ndarray]:
+def ordinary(kind: str, order: str) -> tuple[list, np.ndarray]:
     """Arguments and result: experts with several tiles and with none, absent ids, widths that no tile divides, and
     padding that is NaN or large."""
     rng = np.random.default_rng(1)
@@ -90,7 +97,7 @@ def ordinary(kind: str) -> tuple[list, np.ndarray]:
         weights = [ExpertWeight("bf16", held[0], layout="interleaved"), ExpertWeight("bf16", held[1])]
     else:
         (w13, a), (w2, b) = (
-            random_packed(rng, kind, experts, rows, columns, layout, padding=2)
+            random_packed(rng, kind, experts, rows, columns, layout, padding=2, order=order)
             for rows, columns, layout in ((2 * width, hidden, "interleaved"), (hidden, width, "plain"))
         )
         weights, exact = [w13, w2], [a, b]
@@ -116,8 +123,9 @@ def ends(format: str) -> tuple[list, np.ndarray]:
 
 
 def passes(modules: dict[str, ModuleType], kind: str) -> bool:
-    format, _, at_ends = kind.partition(" ")
-    args, expected = ends(format) if at_ends else ordinary(format)
+    format, _, detail = kind.partition(" ")
+    at_ends = detail == "ends"
+    args, expected = ends(format) if at_ends else ordinary(format, detail or "words")
     # 64 columns of float32 at a time, which divide neither the hidden size nor the width.
     config = modules[PLAN].MoeConfig(block_k=128)
     found = modules[GEMM].moe_experts(*args, config=config).double().numpy()

@@ -8,16 +8,36 @@ import numpy as np
 import pytest
 import torch
 
-from inkling_kernels.moe_gemm_plan import LARGE_BATCH, SMALL_BATCH, MoeConfig, moe_config, moe_experts_plan
+from inkling_kernels.moe_gemm_plan import (
+    FULL_BATCH,
+    LARGE_BATCH,
+    SMALL_BATCH,
+    SMALL_BATCH_WMMA,
+    MoeConfig,
+    moe_config,
+    moe_experts_plan,
+)
 from inkling_kernels.target import TARGETS, Target
 
 GPUS = [target for target in TARGETS if "gpu" in target.families]
 
 
 def test_the_default_tiles_fit_every_chip_in_every_type() -> None:
-    for target, config, format in product(GPUS, (SMALL_BATCH, LARGE_BATCH), ("bf16", "nvfp4", "mxfp4")):
-        for itemsize in (2, 4):
+    for target, format, itemsize in product(GPUS, ("bf16", "nvfp4", "mxfp4"), (2, 4)):
+        for config in (SMALL_BATCH, LARGE_BATCH):
             assert config.problems(target, format=format, itemsize=itemsize) == ()
+        for pairs in (6, 256 * 32, 256 * 96):
+            chosen = moe_config(pairs, 256, target, format=format, itemsize=itemsize)
+            assert chosen.problems(target, format=format, itemsize=itemsize) == ()
+
+
+def test_chips_with_room_take_full_tiles_and_rdna_long_rows() -> None:
+    for format in ("bf16", "nvfp4", "mxfp4"):
+        large = {t.arch for t in GPUS if moe_config(256 * 96, 256, t, format=format) is not FULL_BATCH}
+        assert large == {t.arch for t in GPUS if t.shared_memory_bytes <= 64 * 1024}
+    long = {t.arch for t in GPUS if moe_config(6, 256, t, format="mxfp4") is SMALL_BATCH_WMMA}
+    assert long == {"gfx1100", "gfx1151", "gfx1201"}
+    assert all(moe_config(6, 256, t) is SMALL_BATCH for t in GPUS)
 
 
 def test_what_does_not_fit_is_said_before_a_launch() -> None:

@@ -14,15 +14,16 @@ from on_device import on_device
 
 from inkling_kernels.short_conv import ShortConvConfig, short_conv, short_conv_ref
 from inkling_kernels.testing import guarded
+from inkling_portable.cpu.conv import short_conv as cpu_short_conv
 
 Impl = Callable[..., torch.Tensor]
 NAN = float("nan")
 
 
-@pytest.fixture(scope="module", params=[short_conv_ref, short_conv], ids=["torch", "triton"])
+@pytest.fixture(scope="module", params=[short_conv_ref, cpu_short_conv, short_conv], ids=["torch", "numba", "triton"])
 def impl(request: pytest.FixtureRequest, kernel_device: torch.device) -> Impl:
-    """The reference, and the kernel on the tests' device."""
-    return request.param if request.param is short_conv_ref else on_device(request.param, kernel_device)
+    """The reference, the CPU's kernel, and the kernel on the tests' device."""
+    return on_device(request.param, kernel_device) if request.param is short_conv else request.param
 
 
 def oracle(x: np.ndarray, weight: np.ndarray) -> np.ndarray:

@@ -37,15 +37,23 @@ BROKEN = [
     ("short_conv", "no outer residual", "short_conv",
      "residual.to(tl.float32) + y", "0 * residual.to(tl.float32) + y"),
     ("short_conv", "reads before the start", "short_conv",
-     "old = (live & (source < 0) & (position >= 0))", "old = (live & (source < 0))"),
+     "old = live & (source < 0) & (position >= 0)", "old = live & (source < 0)"),
     ("short_conv", "forgets the past", "short_conv",
-     "old = (live & (source < 0) & (position >= 0))", "old = (live & (source < 0) & (position < 0))"),
+     "old = live & (source < 0) & (position >= 0)", "old = live & (source < 0) & (position < 0)"),
     ("short_conv", "position of the step", "short_conv",
      "tl.where(slot >= 0, start + source, -1)", "tl.where(slot >= 0, source + 64, -1)"),
     ("short_conv", "keeps too little", "short_conv", "tl.minimum(length, ring)", "tl.minimum(length, 3)"),
-    ("short_conv", "keeps the first rows", "short_conv", "index = length - kept + first", "index = first"),
+    ("short_conv", "keeps the first rows", "short_conv", "newest = length - kept", "newest = 0"),
+    ("short_conv", "pages as a ring", "short_conv",
+     "slots_ptr + (position // ring)", "slots_ptr + 0 * (position // ring)"),
+    ("short_conv", "block size of the window", "short_conv",
+     "(position // ring).to(tl.int64)", "(position // 4).to(tl.int64)"),
+    ("short_conv", "table of another sequence", "short_conv",
+     "seq.to(tl.int64) * slots_strides[0]", "0 * slots_strides[0]"),
+    ("short_conv", "pages keep too little", "short_conv",
+     "tl.minimum(length - local, BLOCK_T)", "tl.where(local == 0, BLOCK_T, 0)"),
     ("short_conv", "keeps what is padding", "short_conv",
-     "live = ((index < length) & (position >= 0))", "live = ((index < length) & (position >= -1))"),
+     "live = (index < length) & (position >= 0)", "live = ((index < length) & (position >= -1))"),
     ("short_conv", "slot -1 is a slot", "short_conv", "tl.where(slot >= 0, start", "tl.where(slot >= -1, start"),
     ("short_conv", "padding left as it was", "ragged", "tl.where(low == batch - 1, rows - begin, length)", "length"),
     ("short_conv", "tiles one sequence off", "ragged", "+ middle <= tile", "+ middle < tile"),
@@ -142,6 +150,11 @@ def short_conv(m: Modules) -> Iterator[tuple[Any, Any]]:
         y = getattr(m["short_conv"], name)(x, weight, state, *where, residual)
         results.append((y, large))
     yield from zip(*results, strict=True)
+    tables, states = torch.randperm(24, generator=torch.Generator().manual_seed(4)).view(6, 4).int(), []
+    for name in ("short_conv", "short_conv_ref"):
+        pages = normal(5, 24, 8, 20)
+        states.append((getattr(m["short_conv"], name)(x, weight, pages, tables, *where[1:], residual), pages))
+    yield from zip(*states, strict=True)
 
 
 def short_conv_norm(m: Modules) -> Iterator[tuple[Any, Any]]:

@@ -83,7 +83,8 @@ def dequantised(folder: Path, dtype: torch.dtype) -> Iterator[tuple[str, torch.T
 
 def build(folder: Path, tensors: Any, dtype: torch.dtype) -> Inkling:
     with Checkpoint.open(folder) as checkpoint:
-        ops = Ops.bind(Target.parse("cpu"), Facts(dtype=str(dtype).removeprefix("torch.")), {})
+        format = max(checkpoint.formats.values(), key=lambda each: each != "bf16")
+        ops = Ops.bind(Target.parse("cpu"), Facts(format=format, dtype=str(dtype).removeprefix("torch.")), {})
         model = Inkling(checkpoint.config, ops, dtype=dtype)
     model.load(tensors)
     return model.requires_grad_(False)
