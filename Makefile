@@ -3,16 +3,20 @@
 # make check   style, types and the fast tests, under 3 minutes
 # make format  repair the style
 # make compile-all  build every kernel for every chip with the Triton of the environment, and record what came out
+# make emulate  run the kernels' tests on emulated chips where the emulator is here, and record what passed
 # make readme  bring the table of devices in README.md up to date
 # make wheel   build the wheel into dist/
 # make clean   remove what these targets made
 #
 # PYTHON=...  the Python to start from (3.11 or later). If it has torch, that torch is used and never replaced.
 # TORCH=...   what pip installs where it has none. A plain `torch` would take the newest build, several GB with CUDA.
+# VLLM=...    the vLLM of its tests, which run in an environment of their own, on the CPU
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+VLLM ?= vllm==0.33.0
 VENV ?= .venv
+VLLM_VENV ?= .venv-vllm
 PYTEST_ARGS ?=
 
 # -P keeps the repository root off sys.path, where the folder triton_kernels/ would answer for Triton's package.
@@ -21,11 +25,11 @@ RUN := $(VENV)/bin/python -P
 ENVIRONMENT := $(PYTHON) .ci/environment.py $(VENV) --torch '$(TORCH)'
 # Whole-model, compilation and server tests, those of broken copies, and attention and memory take minutes;
 # `make check` leaves them to `make test`.
-LONG_TESTS := tests/model tests/compile tests/vllm tests/test_memory.py \
+LONG_TESTS := tests/model tests/compile tests/vllm tests/test_memory.py tests/test_emulated.py \
 	tests/kernels/test_rel_attention.py tests/kernels/test_rel_attention_decode.py
 
 .NOTPARALLEL:
-.PHONY: help demo test check compile-all lint types format readme wheel clean
+.PHONY: help demo test test-vllm check compile-all emulate lint types format readme wheel clean
 .DELETE_ON_ERROR:
 
 help:
@@ -43,14 +47,25 @@ $(VENV)/test.stamp: pyproject.toml .ci/environment.py
 demo: $(VENV)/run.stamp
 	$(VENV)/bin/inkling demo
 
-test: $(VENV)/test.stamp
-	$(RUN) -m pytest -m "not gpu and not slow" $(PYTEST_ARGS)
+$(VLLM_VENV)/test.stamp: pyproject.toml .ci/environment.py .ci/vllm_environment.py
+	$(PYTHON) .ci/vllm_environment.py $(VLLM_VENV) --torch '$(TORCH)' --vllm '$(VLLM)'
+	@touch $@
+
+test: $(VENV)/test.stamp test-vllm
+	$(RUN) -m pytest -m "not gpu and not slow" --ignore=tests/vllm $(PYTEST_ARGS)
+
+# Tests with vLLM itself, in an environment that has its wheel.
+test-vllm: $(VLLM_VENV)/test.stamp
+	$(VLLM_VENV)/bin/python -P -m pytest -m "not gpu and not slow" tests/vllm $(PYTEST_ARGS)
 
 check: lint types
 	$(RUN) -m pytest -m "not gpu and not slow" $(addprefix --ignore=,$(LONG_TESTS)) --ignore-glob='*_mutants.py' $(PYTEST_ARGS)
 
 compile-all: $(VENV)/test.stamp
 	$(RUN) tests/compile/harness.py --jobs 2
+
+emulate: $(VENV)/test.stamp
+	$(RUN) tests/emulate.py
 
 lint: $(VENV)/test.stamp
 	$(RUN) -m ruff check .
@@ -74,5 +89,5 @@ wheel: $(VENV)/test.stamp
 	$(RUN) -m pip wheel --no-deps --no-build-isolation --wheel-dir dist .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

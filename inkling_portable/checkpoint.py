@@ -122,7 +122,7 @@ class Checkpoint:
 
     def stored_names(self, spec: TensorSpec) -> list[str]:
         """The stored tensors that make up `spec`."""
-        return [expected.name for expected in _expected(spec, self.spelling, self.formats.get(spec.name))]
+        return stored_names(spec, self.spelling, self.formats.get(spec.name))
 
     def shard(self, name: str) -> ShardFile:
         """The open, memory-mapped file that holds the stored tensor `name`."""
@@ -303,6 +303,11 @@ def _expert_format(
         block = BLOCK[quantization.format]
         wrong.append(f"{name}: width {spec.shape[-1]} is not a multiple of {quantization.format}'s block of {block}")
     return quantization.format
+
+
+def stored_names(spec: TensorSpec, spelling: Spelling, format: Format | None) -> list[str]:
+    """The stored tensors that make up `spec`; the first one's dtype tells packed experts from others."""
+    return [expected.name for expected in _expected(spec, spelling, format)]
 
 
 def _expected(spec: TensorSpec, spelling: Spelling, format: Format | None) -> list[_Expected]:

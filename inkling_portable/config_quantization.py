@@ -16,7 +16,7 @@ SIDE_FILE = "hf_quant_config"
 
 _SUPPORTED = "ModelOpt NVFP4 (quant_method modelopt, quant_algo NVFP4) or Quark MXFP4 (quant_method quark)"
 _EXCLUDING = ("exclude", "exclude_modules", "ignore")
-_KNOWN = {*_EXCLUDING, "quant_method", "quant_algo", "group_size", "global_quant_config", "quantization"}
+_KNOWN = {*_EXCLUDING, "quant_method", "quant_algo", "group_size", "global_quant_config", "quantization", "export"}
 
 
 def read_quantization(
@@ -82,4 +82,6 @@ def write_quantization(config: QuantizationConfig) -> dict[str, Any]:
     if config.format == "nvfp4":
         return {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": excluded}
     weight = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0", "is_dynamic": False}
-    return {"quant_method": "quark", "global_quant_config": {"weight": weight}, "exclude": excluded}
+    # vLLM (`quark.py`) refuses a Quark configuration that does not say how it was exported.
+    export = {"kv_cache_group": [], "pack_method": "reorder"}
+    return {"quant_method": "quark", "global_quant_config": {"weight": weight}, "exclude": excluded, "export": export}

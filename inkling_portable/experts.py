@@ -24,10 +24,14 @@ log = logging.getLogger(__name__)
 
 
 class Experts(nn.Module):
-    """The two expert weights of a layer, which may be replaced; packed formats stay packed."""
+    """The two expert weights of a layer, which may be replaced; packed formats stay packed.
+
+    Under expert parallelism a rank holds those from number `first` on, as many as its weights have; None: all of them.
+    """
 
     w13: ExpertWeight
     w2: ExpertWeight
+    first: int | None = None
 
     def __init__(self, ops: Ops, w13: ExpertWeight, w2: ExpertWeight) -> None:
         super().__init__()
@@ -50,6 +54,10 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The weighted sum `[T, H]` of the experts `ids` `[T, k]` of each row of `x` `[T, H]`."""
+        if self.first is not None:
+            # -1 is an expert that another rank holds.
+            own = ids - self.first
+            ids = torch.where((own >= 0) & (own < self.w13.num_experts), own, -1)
         return self.ops.experts[self.w13.format].run(x, self.w13, self.w2, ids, weights)
 
 

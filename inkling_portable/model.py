@@ -14,7 +14,7 @@ weight.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import nn
@@ -43,7 +43,8 @@ class Attention(nn.Module):
         self.kv_sconv = parameter(2 * spec.kv_size, config.conv_kernel_size, dtype=torch.float32, device=device)
         self.q_norm = parameter(spec.head_dim, dtype=dtype, device=device)
         self.k_norm = parameter(spec.head_dim, dtype=dtype, device=device)
-        self.rel_proj = parameter(spec.d_rel, spec.extent, dtype=dtype, device=device)
+        # `[d_rel, extent]` with what belongs to a distance side by side, as the kernels read it.
+        self.rel_proj = nn.Parameter(parameter(spec.extent, spec.d_rel, dtype=dtype, device=device).detach().t())
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Where each canonical tensor lives."""
@@ -220,8 +221,8 @@ class DecoderLayer(nn.Module):
         """
         state = batch.states[self.state_index] if batch.states is not None else None
         y = self.attn(normed, batch, state)
-        h, m = self._convolved(y, self.attn_sconv, state and state.attn_conv, batch, h, self.mlp_norm)
-        return self._convolved(self.mlp(m), self.mlp_sconv, state and state.mlp_conv, batch, h, norm)
+        h, m = self._convolved(y, self.attn_sconv, state.attn_conv if state else None, batch, h, self.mlp_norm)
+        return self._convolved(self.mlp(m), self.mlp_sconv, state.mlp_conv if state else None, batch, h, norm)
 
     def _convolved(
         self,
@@ -245,8 +246,8 @@ class Inkling(nn.Module):
     """The text backbone with embedding and head. Build it, then `load` canonical tensors, or initialise it for
     training.
 
-    `stage` are the layers that a rank of a pipeline holds (all of them by default). A host with a head of its own
-    (`head=False`) gives it the rows of `head_input`.
+    `stage` are the layers that a rank of a pipeline holds (all of them by default). A host may have a head of its own
+    (`head=False`).
     """
 
     def __init__(
@@ -285,11 +286,19 @@ class Inkling(nn.Module):
         """Run the rows `h` `[T, H]` (from `embedding`, placeholders replaced) and return the normed hidden states
         `[T, H]`.
         """
+        return self.through(h, lambda layer: batch, self.norm)[1]
+
+    def through(
+        self, h: torch.Tensor, batch_of: Callable[[DecoderLayer], Batch], norm: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows `h` `[T, H]` behind the layers held here, and those normed by `norm` (as they are where it is None).
+        `batch_of` gives the step as a layer's host keeps its state.
+        """
         layers = list(self.decoder_layers())
         normed = layers[0].enter(h)
-        for layer, norm in zip(layers, [*(layer.attn_norm for layer in layers[1:]), self.norm], strict=True):
-            h, normed = layer(h, normed, batch, norm)
-        return normed
+        for layer, behind in zip(layers, [*(layer.attn_norm for layer in layers[1:]), norm], strict=True):
+            h, normed = layer(h, normed, batch_of(layer), behind)
+        return h, normed
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits `[N, unpadded_vocab_size]`, float32, of normed hidden states `[N, H]`."""

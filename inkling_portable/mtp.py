@@ -97,10 +97,16 @@ class MultiTokenPrediction(nn.Module):
     def tensors(self) -> dict[str, torch.Tensor]:
         """Where each canonical tensor (`mtp.…`) of the depths kept here lives."""
         found: dict[str, torch.Tensor] = {} if self.chain_norm is None else {"mtp.chain_norm.weight": self.chain_norm}
-        for d, depth in enumerate(self.depths):
-            if isinstance(depth, Depth):
-                found |= {f"mtp.layers.{d}.{name}": tensor for name, tensor in depth.tensors().items()}
+        for d, depth in enumerate(self._depths()):
+            found |= {f"mtp.layers.{d}.{name}": tensor for name, tensor in depth.tensors().items()}
         return found
+
+    def blocks(self) -> list[DecoderLayer]:
+        """The decoder block of each depth."""
+        return [depth.block for depth in self._depths()]
+
+    def _depths(self) -> list[Depth]:
+        return [depth for depth in self.depths if isinstance(depth, Depth)]
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor | ExpertWeight]]) -> None:
         """Copy canonical tensors into the depths kept here; those of further depths are passed over."""

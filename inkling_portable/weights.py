@@ -144,8 +144,8 @@ def _read_packed(
             apart = checkpoint.stored[f"{name}.scale2"].shape[1:] == (2,)
             scale2 = read(f"{name}.scale2", *(2,) * apart, dtype=torch.float32)
             _check_original_shape(checkpoint, f"{name}.original_shape", spec.shape)
-            input_scale = _input_scale(checkpoint, f"{name}.input_amax", device)
-            weight = ExpertWeight("nvfp4", data, scale, scale2, spec.layout, input_scale=input_scale)
+            activations = _input_scale(checkpoint, f"{name}.input_amax", device)
+            weight = ExpertWeight("nvfp4", data, scale, scale2, spec.layout, input_scale=activations)
         weight.check_values(first)
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.path}: {name}: {error}") from None
@@ -153,16 +153,21 @@ def _read_packed(
 
 
 def _input_scale(checkpoint: Checkpoint, name: str, device: torch.device | str) -> torch.Tensor:
-    """[1]: ModelOpt's second scale of the activations, `amax / (6 * 448)`; where there are several, as for each expert,
-    the largest, since tokens are quantised once for all experts."""
     stored = checkpoint.stored[name]
     amax = torch.empty(stored.rows, stored.columns)
     checkpoint.shard(name).read_rows(stored, amax)
+    return input_scale(amax).to(device)
+
+
+def input_scale(amax: torch.Tensor) -> torch.Tensor:
+    """[1] float32: ModelOpt's second scale of the activations, `amax / (6 * 448)`; where there are several, as for each
+    expert, the largest, since tokens are quantised once for all experts. ValueError for one that is no magnitude."""
+    amax = amax.float()
     if not amax.numel() or not bool((torch.isfinite(amax) & (amax > 0)).all()):
         bad = (~(torch.isfinite(amax) & (amax > 0))).flatten().nonzero()
         at = f"{amax.flatten()[bad[0]].item()} at {int(bad[0])}" if len(bad) else "empty"
         raise ValueError(f"input_amax: {at}, expected positive finite numbers")
-    return (amax.max() / (E2M1_MAX * E4M3_MAX)).view(1).to(device)
+    return (amax.max() / (E2M1_MAX * E4M3_MAX)).view(1)
 
 
 def _check_original_shape(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> None:

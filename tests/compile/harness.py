@@ -28,7 +28,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-os.environ.pop("TRITON_INTERPRET", None)
+if __name__ == "__main__":
+    os.environ.pop("TRITON_INTERPRET", None)
 
 import triton
 from triton.runtime import JITFunction

@@ -1,0 +1,123 @@
+"""What vLLM's options mean for the shared model: checked before a weight is read, each refusal naming its flag."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.config import ModelConfig, VllmConfig
+from vllm.distributed import get_tensor_model_parallel_rank
+
+from inkling_kernels.numerics import Format
+from inkling_kernels.target import Target
+from inkling_portable.config import InklingConfig
+from inkling_portable.dispatch import ROWS, Facts, forced_from_environment
+from inkling_portable.ops import Ops
+from inkling_portable.parallel import ExpertRank, Rank
+from inkling_portable.vllm_plugin.backend import PAGE_SIZES
+
+_DTYPES = (torch.bfloat16, torch.float32)
+_FP8 = ("fp8", "fp8_e4m3")
+
+
+@dataclass(frozen=True)
+class Build:
+    """What a model is built from: the whole model's configuration, this rank's, and the operations bound."""
+
+    whole: InklingConfig
+    config: InklingConfig
+    rank: Rank
+    ops: Ops
+    dtype: torch.dtype
+    device: str
+    format: Format
+    experts: ExpertRank | None
+
+    @classmethod
+    def of(cls, vllm_config: VllmConfig, model_config: ModelConfig, target: Target) -> Build:
+        """Read the checkpoint's configuration and vLLM's options. ValueError for what this model cannot do."""
+        whole = InklingConfig.from_pretrained(model_config.model, model_config.revision)
+        check(vllm_config, whole, model_config.dtype)
+        parallel = vllm_config.parallel_config
+        rank = Rank(parallel.tensor_parallel_size, get_tensor_model_parallel_rank())
+        experts = None
+        if parallel.enable_expert_parallel and rank.size > 1:
+            experts = ExpertRank(rank.size, rank.rank)
+        # Experts that are dealt out whole are not cut along their width, so no block of theirs can be.
+        config = rank.config(whole if experts is None else whole.replace(quantization=None))
+        format: Format = whole.quantization.format if whole.quantization else "bf16"
+        device = str(vllm_config.device_config.device)
+        facts = facts_of(vllm_config, whole if experts else config, experts, format)
+        forced = forced_from_environment() | forced_experts(vllm_config.kernel_config.moe_backend)
+        ops = Ops.bind(target, facts, forced)
+        return cls(whole, config, rank, ops, model_config.dtype, device, format, experts)
+
+
+def check(vllm_config: VllmConfig, config: InklingConfig, dtype: torch.dtype) -> None:
+    """Raise ValueError for options that the shared model does not serve."""
+    cache, parallel, speculative = vllm_config.cache_config, vllm_config.parallel_config, vllm_config.speculative_config
+
+    def refuse(flag: str, value: object, expected: str) -> None:
+        raise ValueError(f"{flag} is {value}, which inkling-portable's model does not serve: use {expected}")
+
+    if dtype not in _DTYPES:
+        refuse("--dtype", str(dtype).removeprefix("torch."), "bfloat16 (float16 overflows in Inkling) or float32")
+    if cache.cache_dtype not in ("auto", "bfloat16", "float32", *_FP8):
+        refuse("--kv-cache-dtype", cache.cache_dtype, f"auto or {_FP8[0]}")
+    if cache.block_size is not None and cache.block_size % PAGE_SIZES[0]:
+        refuse("--block-size", cache.block_size, f"a multiple of {PAGE_SIZES[0]}")
+    if getattr(parallel, "enable_eplb", False):
+        refuse("--enable-eplb", True, "--enable-expert-parallel without it: experts stay where they were loaded")
+    if parallel.enable_expert_parallel and parallel.data_parallel_size > 1:
+        refuse("--enable-expert-parallel with --data-parallel-size", parallel.data_parallel_size, "one of the two")
+    if parallel.decode_context_parallel_size > 1:
+        refuse("--decode-context-parallel-size", parallel.decode_context_parallel_size, "--tensor-parallel-size")
+    if speculative is not None and speculative.method == "mtp":
+        depths = config.mtp.num_layers if config.mtp else 0
+        drafts = speculative.num_speculative_tokens
+        if drafts is not None and drafts > depths:
+            refuse("num_speculative_tokens", drafts, f"at most {depths}, the model's multi-token-prediction depths")
+        if parallel.pipeline_parallel_size > 1:
+            refuse("--pipeline-parallel-size with MTP drafts", parallel.pipeline_parallel_size, "one of the two")
+
+
+def facts_of(vllm_config: VllmConfig, config: InklingConfig, experts: ExpertRank | None, format: Format) -> Facts:
+    """The facts by which the dispatch table chooses, of this rank; `config` has the width of the experts it holds."""
+    cache, dtype = vllm_config.cache_config, str(vllm_config.model_config.dtype).removeprefix("torch.")
+    # vLLM cuts blocks of other sizes into the largest pages that divide them.
+    block = cache.block_size or PAGE_SIZES[0]
+    return Facts(
+        format=format,
+        dtype=dtype,
+        kv_dtype="float8_e4m3fn" if cache.cache_dtype in _FP8 else dtype,
+        hidden_size=config.hidden_size,
+        head_dim=config.head_dim,
+        d_rel=config.d_rel,
+        page_size=max(size for size in PAGE_SIZES if block % size == 0),
+        num_experts=max(1, len(experts.held(config.n_routed_experts)) if experts else config.n_routed_experts),
+        expert_width=config.moe_intermediate_size or 1,
+        top_k=config.num_experts_per_tok or 1,
+        conv_width=config.conv_kernel_size,
+        ep_size=experts.size if experts else 1,
+    )
+
+
+def forced_experts(moe_backend: str) -> dict[str, str]:
+    """The row of the table that `--moe-backend` names. ValueError where it names none."""
+    if moe_backend == "auto":
+        return {}
+    names = list(dict.fromkeys(row.name for row in ROWS if row.op == "moe_experts"))
+    if moe_backend not in names:
+        raise ValueError(
+            f"--moe-backend is {moe_backend}, which is none of the experts' implementations of inkling-portable: "
+            f"use auto or one of {', '.join(names)}"
+        )
+    return {"moe_experts": moe_backend}
+
+
+def asked_backends(vllm_config: VllmConfig) -> tuple[str, ...]:
+    """Names of the attention backends that the user asked for."""
+    asked: Any = vllm_config.attention_config
+    backends = [asked.backend, *asked.backend_per_kind.values()]
+    return tuple(dict.fromkeys(backend.name for backend in backends if backend is not None))

@@ -1,0 +1,61 @@
+"""One vLLM engine: read `job.json` of the folder that the command line names, write `result.json` there.
+
+Job: `engine` (arguments of `LLM`), `steps`, each `prompts` and `max_tokens`, submitted at once; a prompt is a list of
+token ids, or an object with `tokens`, `image` and `audio` (paths). `interpret`: the table's rows for the interpreter.
+Result: for each step a list of `tokens` and `cached` (prompt tokens found in the prefix cache), and `metrics`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parent.parent))
+
+
+def prompt_of(prompt: list[int] | dict[str, Any]) -> dict[str, Any]:
+    if isinstance(prompt, list):
+        return {"prompt_token_ids": prompt}
+    media: dict[str, Any] = {}
+    if "image" in prompt:
+        from PIL import Image
+
+        media["image"] = Image.open(prompt["image"])
+    if "audio" in prompt:
+        import soundfile
+
+        media["audio"] = soundfile.read(prompt["audio"])
+    return {"prompt_token_ids": prompt["tokens"], "multi_modal_data": media}
+
+
+def interpret() -> None:
+    """Take this machine for the interpreter: our kernels, as a GPU would run them."""
+    from triton_interpreter import repair
+
+    from inkling_kernels.target import Target
+    from inkling_portable.vllm_plugin import dispatching
+
+    repair()
+    dispatching.current_target = lambda: Target.parse("interpret")
+
+
+def main(folder: Path) -> None:
+    job = json.loads((folder / "job.json").read_text())
+    if job.get("interpret"):
+        interpret()
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(**job["engine"])
+    steps = []
+    for step in job["steps"]:
+        params = SamplingParams(temperature=0, max_tokens=step["max_tokens"])
+        outputs = llm.generate([prompt_of(prompt) for prompt in step["prompts"]], params, use_tqdm=False)
+        steps.append([{"tokens": list(o.outputs[0].token_ids), "cached": o.num_cached_tokens} for o in outputs])
+    metrics = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+    (folder / "result.json").write_text(json.dumps({"steps": steps, "metrics": metrics}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
