@@ -3,6 +3,7 @@
 # make check   style, types and the fast tests, under 3 minutes
 # make format  repair the style
 # make compile-all  build every kernel for every chip with the Triton of the environment, and record what came out
+# make emulate  run the kernels' tests on emulated chips where the emulator is here, and record what passed
 # make readme  bring the table of devices in README.md up to date
 # make wheel   build the wheel into dist/
 # make clean   remove what these targets made
@@ -24,11 +25,11 @@ RUN := $(VENV)/bin/python -P
 ENVIRONMENT := $(PYTHON) .ci/environment.py $(VENV) --torch '$(TORCH)'
 # Whole-model, compilation and server tests, those of broken copies, and attention and memory take minutes;
 # `make check` leaves them to `make test`.
-LONG_TESTS := tests/model tests/compile tests/vllm_plugin tests/test_memory.py \
+LONG_TESTS := tests/model tests/compile tests/vllm_plugin tests/test_memory.py tests/test_emulated.py \
 	tests/kernels/test_rel_attention.py tests/kernels/test_rel_attention_decode.py
 
 .NOTPARALLEL:
-.PHONY: help demo test test-vllm check compile-all lint types format readme wheel clean
+.PHONY: help demo test test-vllm check compile-all emulate lint types format readme wheel clean
 .DELETE_ON_ERROR:
 
 help:
@@ -62,6 +63,9 @@ check: lint types
 
 compile-all: $(VENV)/test.stamp
 	$(RUN) tests/compile/harness.py --jobs 2
+
+emulate: $(VENV)/test.stamp
+	$(RUN) tests/emulate.py
 
 lint: $(VENV)/test.stamp
 	$(RUN) -m ruff check .

@@ -1,8 +1,8 @@
-"""Benchmarks by name: `python benchmarks/run.py cpu` (measured here) or `account` (computed from launch plans).
+"""Benchmarks by name: `python benchmarks/run.py cpu`, for example.
 
 Each case prints a table, then its results as JSON, and writes `benchmarks/results/CASE.json` with the machine, the
 versions and the commit, beside a readable `CASE.md`. A case whose correctness gate fails prints no number and exits
-with 1.
+with 1; one that misses something to run on or to compare with exits with 2.
 """
 
 from __future__ import annotations
@@ -21,15 +21,18 @@ from typing import Any
 
 from rich.console import Console
 
+sys.path.insert(0, str(Path(__file__).parent))
+from gate import GateError, MissingError
+
 RESULTS = Path(__file__).parent / "results"
 CASES = {
     "cpu": "the shared model and engine against transformers' eager Inkling, on this machine's CPU (measured)",
     "account": "tiles, bytes, operations and roofline times of attention at the released sizes (computed)",
+    "emulated": "wave instructions of attention beside vLLM's kernels for ROCm, on an emulator (counted)",
+    "fp8": "perplexity of the trained small model with an 8-bit cache of keys and values, on the CPU (measured)",
+    "gpu": "every kernel on this machine's GPU, beside torch's (measured; benchmarks/gpu.sh runs the tests before)",
 }
-
-
-class GateError(Exception):
-    """The results differ from the reference's: what was about to be timed is not what it should be."""
+MODULES = {"cpu": "cpu_case", "fp8": "fp8_case"}
 
 
 def machine() -> dict[str, Any]:
@@ -65,16 +68,20 @@ def main(args: list[str] | None = None) -> int:
         "case", choices=sorted(CASES), help="; ".join(f"{name}: {what}" for name, what in CASES.items())
     )
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results (default: %(default)s)")
+    parser.add_argument("--vllm-wheel", type=Path, help="emulated: a wheel of vLLM, where vLLM is not installed")
     chosen = parser.parse_args(args)
-    sys.path.insert(0, str(Path(__file__).parent))
-    case = importlib.import_module({"cpu": "cpu_case", "account": "account"}[chosen.case])
+    case = importlib.import_module(MODULES.get(chosen.case, chosen.case))
+    options = {"wheel": chosen.vllm_wheel} if chosen.case == "emulated" else {}
     console = Console(width=120)
     started = time.perf_counter()
     try:
-        found, report = case.run(console)
+        found, report = case.run(console, **options)
     except GateError as error:
         console.print(f"[red]gate failed, nothing is timed:[/red] {error}")
         return 1
+    except MissingError as error:
+        console.print(f"[red]not run:[/red] {error}")
+        return 2
     results = {"case": chosen.case, "what": CASES[chosen.case], **found, "machine": machine()}
     results["seconds"] = round(time.perf_counter() - started, 1)
     chosen.out.mkdir(parents=True, exist_ok=True)

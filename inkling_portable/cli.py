@@ -15,10 +15,13 @@ from typing import Annotated
 
 import typer
 
+from inkling_portable.commands.check import check
 from inkling_portable.commands.demo import demo
 from inkling_portable.commands.explain import explain
 from inkling_portable.commands.generate import generate
+from inkling_portable.commands.plan import plan
 from inkling_portable.commands.quantize import quantize
+from inkling_portable.commands.recipe import recipe
 
 #: Import roots whose ValueError or RuntimeError is a message to the user.
 OUR_PACKAGES = ("inkling_portable", "inkling_kernels", "inkling_rocm")
@@ -36,6 +39,9 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(demo)
 app.command()(explain)
+app.command()(check)
+app.command()(plan)
+app.command()(recipe)
 app.command()(quantize)
 
 

@@ -52,6 +52,7 @@ class Facts:
     * `page_size`: tokens in a page of the KV cache.
     * `num_experts`, `expert_width`: routed experts held, and their width, on this rank: local under EP and TP.
     * `ep_size`: ranks that share the routed experts among them. From 2 on, ids of experts held elsewhere come as -1.
+    * `batch_invariant`: whether a token's bits must not depend on its batch.
 
     Raises ValueError or TypeError naming the field that is out of its range.
     """
@@ -68,6 +69,7 @@ class Facts:
     top_k: int = 6
     conv_width: int = 4
     ep_size: int = 1
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in (("format", FORMATS), ("dtype", DTYPES), ("kv_dtype", KV_DTYPES)):
@@ -103,8 +105,6 @@ class Row:
     * `evidence`: what was seen of it: `ran DEVICE`, `emulated` (its compiled code was executed on an emulator),
       `compiled` or `none`. A JSON file in `benchmarks/results/` or `rocm/evidence/` backs each but the last: for
       `ran DEVICE` one whose `device` is DEVICE, else one with that word as `evidence` and `op=name` in `rows`.
-    * `prepare`: for experts, the `module:function` that gives weights the order that the implementation reads fastest,
-      called once a weight at load with the target; empty where they stay as checkpoints have them.
     """
 
     op: str
@@ -162,17 +162,32 @@ def aiter_mxfp4(facts: Facts) -> str | None:
 
 
 def cpu_floats(facts: Facts) -> str | None:
-    """The CPU kernels read float32 and the bits of bfloat16, of the activations' type in the cache too."""
-    if facts.dtype not in ("float32", "bfloat16"):
-        return f"is for float32 and bfloat16, not {facts.dtype}"
+    """The CPU kernels read float32 and the bits of bfloat16."""
+    return None if facts.dtype in ("float32", "bfloat16") else f"is for float32 and bfloat16, not {facts.dtype}"
+
+
+def cpu_cache(facts: Facts) -> str | None:
+    """The CPU kernels read and write a cache of the activations' type."""
     if facts.kv_dtype != facts.dtype:
         return f"is for a cache of the activations' type, not of {facts.kv_dtype} for {facts.dtype}"
-    return None
+    return cpu_floats(facts)
 
 
 def cpu_dense(facts: Facts) -> str | None:
     """The CPU kernel of the experts reads unquantised weights."""
     return cpu_floats(facts) if facts.format == "bf16" else f"is for unquantised experts, not {facts.format}"
+
+
+def native_fp4(facts: Facts) -> str | None:
+    """Weights that the matrix unit multiplies by their block scales; tokens are quantised from bfloat16."""
+    if facts.format == "bf16" or facts.dtype != "bfloat16":
+        return f"multiplies 4-bit codes with bfloat16 tokens, which it quantises, not {facts.format} with {facts.dtype}"
+    return groupable(facts)
+
+
+def native_mxfp4(facts: Facts) -> str | None:
+    """CDNA4 has block scales of powers of two alone."""
+    return native_fp4(facts) if facts.format != "nvfp4" else "multiplies codes with E8M0 scales per 32, not nvfp4"
 
 
 def rel_shapes(facts: Facts) -> str | None:
@@ -186,6 +201,21 @@ def rel_shapes(facts: Facts) -> str | None:
     return to_float32(facts)
 
 
+def invariant(facts: Facts) -> str | None:
+    """Fixed tiles give equal bits in every batch and cost time, so they are for models that ask for them."""
+    return to_float32(facts) if facts.batch_invariant else "is for batch_invariant models"
+
+
+def invariant_rel(facts: Facts) -> str | None:
+    """The attention kernels with splits of one size, which cost time where contexts are short or batches large."""
+    return invariant(facts) or rel_shapes(facts)
+
+
+def invariant_experts(facts: Facts) -> str | None:
+    """The grouped products with the tiles of small batches, which cost time where batches are large."""
+    return invariant(facts) or groupable(facts)
+
+
 # fmt: off
 ROWS: Final[tuple[Row, ...]] = (
     #   op               targets    needs when        implementation                                        name
@@ -194,6 +224,8 @@ ROWS: Final[tuple[Row, ...]] = (
         "gather and norm in one launch, a program a token", "none"),
     Row("embedding",     ("cpu",),  (),   None,       "inkling_kernels.embedding:embedding_ref",            "torch",
         "a gather and a norm, in torch", "ran cpu"),
+    Row("linear",        ("gpu",),  (),   invariant,  "inkling_kernels.linear:linear",                 "fixed_tiles",
+        "one tile shape and one order of sums: equal bits in every batch", "none"),
     Row("linear",        ("gpu",),  (),   None,       "inkling_kernels.linear:linear_ref",                  "torch",
         "torch's own product: cuBLAS or rocBLAS", "none"),
     Row("linear",        ("cpu",),  (),   cpu_floats, "inkling_portable.cpu.rows:linear",                   "numba",
@@ -208,13 +240,15 @@ ROWS: Final[tuple[Row, ...]] = (
         "float32 statistics, in torch: Triton compiles nothing for a CPU", "ran cpu"),
     Row("qkvr_prep",     ("gpu",),  (),   to_float32, "inkling_kernels.kv_cache:qkvr_prep",                 "triton",
         "convolution, norms, tau and cache write (fp8 too) in one launch; only q and r leave it", "none"),
-    Row("qkvr_prep",     ("cpu",),  (),   cpu_floats, "inkling_portable.cpu.conv:qkvr_prep",                "numba",
+    Row("qkvr_prep",     ("cpu",),  (),   cpu_cache,  "inkling_portable.cpu.conv:qkvr_prep",                "numba",
         "convolution, norms, tau and cache write in one call", "ran cpu"),
     Row("qkvr_prep",     ("cpu",),  (),   None,       "inkling_kernels.kv_cache:qkvr_prep_ref",             "torch",
         "convolution, norms, tau and cache write in turn, in torch", "ran cpu"),
+    Row("rel_attention", ("gpu",), (), invariant_rel, "inkling_kernels.batch_invariant:rel_attention", "fixed_splits",
+        "the kernels of the row below, decode rows in splits of one size: equal bits in every batch", "none"),
     Row("rel_attention", ("gpu",),  (),   rel_shapes, "inkling_kernels.rel_attention:rel_attention",        "triton",
         "no tensor of relative logits: the bias comes out of the matrix unit in place, a tile at a time", "compiled"),
-    Row("rel_attention", ("cpu",),  (),   cpu_floats, "inkling_portable.cpu.attention:rel_attention",       "numba",
+    Row("rel_attention", ("cpu",),  (),   cpu_cache,  "inkling_portable.cpu.attention:rel_attention",       "numba",
         "few rows in one call, 4 heads that share keys at a time, on all cores", "ran cpu"),
     Row("rel_attention", ("cpu",),  (),   None,       "inkling_kernels.rel_attention:rel_attention_ref",    "torch",
         "tiles of query rows over the keys that they may see, in torch matrix products", "ran cpu"),
@@ -230,9 +264,18 @@ ROWS: Final[tuple[Row, ...]] = (
         "few rows in one call; float64 rounded to float32 scores", "ran cpu"),
     Row("routing",       ("cpu",),  (),   None,       "inkling_kernels.routing:routing_ref",                "torch",
         "float32 in torch; a stable sort, so that the lowest index wins a tie", "ran cpu"),
+    Row("moe_experts", ("gpu",), (), invariant_experts, "inkling_kernels.batch_invariant:moe_experts", "fixed_tiles",
+        "the kernels of the row triton in one tile shape: equal bits in every batch", "none",
+        "inkling_kernels.moe_gemm_fp4:prepare_experts"),
     Row("moe_experts",   ("gfx950",), ("mfma_scale",), aiter_mxfp4, "inkling_rocm.aiter_moe:moe_experts",       "aiter",
         "AMD's fused kernels; activations rounded to MXFP4 as well, sums by atomics", "none",
         prepare="inkling_rocm.aiter_moe:prepare"),
+    Row("moe_experts",   ("sm100", "sm103", "sm120", "sm121"), ("native_nvfp4", "native_mxfp4"), native_fp4,
+        "inkling_kernels.moe_native:moe_experts_native", "native",
+        "hardware block scales; NVFP4 takes tokens in NVFP4, MXFP4 in MXFP8 (sm120, sm121: in MXFP4)", "none",
+        "inkling_kernels.moe_native:prepare_native"),
+    Row("moe_experts",   ("gfx950",), ("mfma_scale",), native_mxfp4, "inkling_kernels.moe_native:moe_experts_native",
+        "native", "hardware block scales; MXFP4 takes tokens in MXFP8", "none"),
     Row("moe_experts",   ("gpu",),  (),   groupable,  "inkling_kernels.moe_gemm:moe_experts",               "triton",
         "grouped products on sorted tokens; fp4 is unpacked in registers; summed without atomics", "none",
         "inkling_kernels.moe_gemm_fp4:prepare_experts"),

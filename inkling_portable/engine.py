@@ -6,6 +6,10 @@ vLLM's.
 A step takes rows from every running sequence: one and its drafts where it decodes, a piece of its prompt where it is
 still being read, up to `max_num_batched_tokens` rows in all. Requests are admitted when the caches can hold them to
 their end, so none is ever pushed out. A request whose logits are not finite fails by name; the others go on.
+
+For a model that was bound for `batch_invariant` (`inkling_kernels.batch_invariant`), rows of prompts and rows of
+generated tokens do not share a step, the latter state the most rows that they may ever have, and only pages of prompts
+are kept for reuse: so a row's kernels do not depend on what else is running, or has run.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from numbers import Integral
 
 import torch
@@ -45,6 +50,7 @@ class Engine:
         self.model, self.mtp, self.config, self.codec = model, mtp, model.config, codec
         self.max_model_len, self.max_num_seqs, self.chunk = max_model_len, max_num_seqs, max_num_batched_tokens
         self.drafts = len(mtp.depths) if mtp else 0
+        self.batch_invariant = model.ops.facts.batch_invariant
         self.cache = Cache(
             self.config,
             page_size=block_size,
@@ -143,6 +149,9 @@ class Engine:
         if not plan:
             return []
         batch = self.cache.batch([request.state for request, _ in plan], [n for _, n in plan])
+        if self.batch_invariant:
+            reading = any(_reading(request) for request, _ in plan)
+            batch = replace(batch, max_query_len=None if reading else 1 + self.drafts)
         spans = [(request, request.state.length, n) for request, n in plan]
         ids = [t for request, at, n in spans for t in request.tokens[at : at + n] + request.drafts]
         hidden = self.model(self._embed(ids, spans), batch)
@@ -153,7 +162,8 @@ class Engine:
         self._draft(sound)
         for request in sound:
             self.cache.retire(request.state)
-            self.cache.register(request.state, request.keys)
+            if not self.batch_invariant or request.state.length <= request.prompt_length:
+                self.cache.register(request.state, request.keys)
         for request, _ in plan:
             if request.output.finish_reason is not None:
                 self._close(request)
@@ -174,6 +184,8 @@ class Engine:
     def _plan(self) -> list[tuple[Request, int]]:
         """Which sequences take how many rows; decoding ones first, equal row counts side by side."""
         decoding = [r for r in self._running if len(r.tokens) - r.state.length == 1]
+        if self.batch_invariant and any(map(_reading, self._running)):
+            decoding = [r for r in decoding if _reading(r)]
         plan = [(r, 1 + len(r.drafts)) for r in decoding]
         budget = max(self.chunk - sum(n for _, n in plan), 0 if plan else 1)
         for request in self._running:
@@ -284,6 +296,8 @@ class Engine:
             rows.append(seq.length - seq.mtp_length)
             prev.append(seq.newest_hidden(rows[-1]))
         batch = self.cache.batch([r.state for r in requests], rows, starts)
+        if self.batch_invariant:
+            batch = replace(batch, max_query_len=None)
         hidden = torch.cat(prev)
         last = batch.cu_seqlens[1:].long() - 1
         drafting = [r.state.length == len(r.tokens) - 1 and r.output.finish_reason is None for r in requests]
@@ -313,3 +327,8 @@ class Engine:
         self.cache.close(request.state)
         request.seq = None
         self._running.remove(request)
+
+
+def _reading(request: Request) -> bool:
+    """Whether the next row of the request is one of its prompt."""
+    return request.state.length < request.prompt_length

@@ -12,6 +12,7 @@ Names and meanings follow vLLM's, so a script moves to it by changing an import.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,9 @@ class LLM:
     in which the routed experts are held, the checkpoint's where it is None; `conversion` then says what error that
     added. The caches hold `max_num_seqs` sequences of
     `max_model_len` tokens within `kv_cache_memory_bytes`; a context that does not fit is an error that says what
-    does.
+    does. `batch_invariant` makes the logits of a request the same to the last bit whatever else is running: all
+    products in fixed tiles and splits, prompts and generated tokens in steps of their own. It needs the kernels, so a
+    GPU or the interpreter, and costs time.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class LLM:
         kv_cache_memory_bytes: int = 4 << 30,
         enable_prefix_caching: bool = True,
         num_speculative_tokens: int = 0,
+        batch_invariant: bool = False,
         progress: bool = False,
     ) -> None:
         checkpoint = Checkpoint.open(model if model is not None else default_model())
@@ -106,7 +110,13 @@ class LLM:
         self.conversion = Conversion.of(checkpoint, moe_format)
         packed = set(checkpoint.formats.values()) - {"bf16"}
         held = self.conversion.target if self.conversion else packed.pop() if packed else "bf16"
-        self.ops = Ops.bind(target, facts_of(config, held, torch_dtype, block_size))
+        if batch_invariant and target.vendor == "cpu":
+            raise ValueError(
+                "batch_invariant is True and device is cpu, whose libraries choose the order of a sum by the batch; "
+                "take a GPU, or device 'interpret'"
+            )
+        facts = facts_of(config, held, torch_dtype, block_size)
+        self.ops = Ops.bind(target, replace(facts, batch_invariant=batch_invariant))
         place = target.device_type
         per_page = page_bytes(config, block_size, torch_dtype.itemsize, num_speculative_tokens)
         longest = _longest_context(config, per_page, kv_cache_memory_bytes, max_num_batched_tokens, block_size)

@@ -43,7 +43,8 @@ class Attention(nn.Module):
         self.kv_sconv = parameter(2 * spec.kv_size, config.conv_kernel_size, dtype=torch.float32, device=device)
         self.q_norm = parameter(spec.head_dim, dtype=dtype, device=device)
         self.k_norm = parameter(spec.head_dim, dtype=dtype, device=device)
-        self.rel_proj = parameter(spec.d_rel, spec.extent, dtype=dtype, device=device)
+        # `[d_rel, extent]` with what belongs to a distance side by side, as the kernels read it.
+        self.rel_proj = nn.Parameter(parameter(spec.extent, spec.d_rel, dtype=dtype, device=device).detach().t())
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Where each canonical tensor lives."""
@@ -220,8 +221,8 @@ class DecoderLayer(nn.Module):
         """
         state = batch.states[self.state_index] if batch.states is not None else None
         y = self.attn(normed, batch, state)
-        h, m = self._convolved(y, self.attn_sconv, state and state.attn_conv, batch, h, self.mlp_norm)
-        return self._convolved(self.mlp(m), self.mlp_sconv, state and state.mlp_conv, batch, h, norm)
+        h, m = self._convolved(y, self.attn_sconv, state.attn_conv if state else None, batch, h, self.mlp_norm)
+        return self._convolved(self.mlp(m), self.mlp_sconv, state.mlp_conv if state else None, batch, h, norm)
 
     def _convolved(
         self,

@@ -92,7 +92,7 @@ class Rank(_Member):
             return self._experts(config, name, value)
         leaf = name.rsplit(".", 2)[-2] if name.endswith((".weight", ".proj")) else name.rsplit(".", 1)[-1]
         parts = name.split(".")
-        if parts[1] != "layers":
+        if parts[1] != "layers" or parts[0] not in ("llm", "mtp"):
             return value
         spec = config.layer(int(parts[2])) if parts[0] == "llm" else config.mtp_layer(int(parts[2]))
         queries, keys = self.heads(spec)

@@ -68,6 +68,7 @@ def prepare(weight: ExpertWeight) -> AiterWeight:
         raise ValueError(f"weight: format is {weight.format!r}, AITER's experts need 'mxfp4'")
     if weight.cols % 256 or weight.rows % 256:
         raise ValueError(f"weight: {weight.rows} rows of {weight.cols}, AITER's experts need multiples of 256")
+    weight.require_order("pairs")
     data, scale = weight.data, weight.scale
     if weight.layout == "interleaved":
         data, scale = _halves(data), _halves(scale)

@@ -40,6 +40,8 @@ def exact_attention(batch: PagedBatch) -> Exact:
 
 
 def signal(out: torch.Tensor, exact: Exact) -> float:
-    """The largest error as a multiple of what is allowed there; infinite where a result is not a number."""
+    """The largest error as a multiple of what is allowed there; infinite where a result is not a number and should be
+    one, and where it is one and should not."""
     error = (out.double().cpu() - exact.out).abs() / tolerance(out.dtype, exact.magnitude)
+    error = torch.where(exact.out.isnan() & out.cpu().isnan(), 0.0, error)
     return float(error.nan_to_num(nan=float("inf")).max()) if error.numel() else 0.0

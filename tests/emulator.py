@@ -1,41 +1,58 @@
 """Test drivers that execute the code compiled for a chip on the CPU.
 
     INKLING_TEST_DRIVER=emulator:gfx942 pytest tests/kernels
-    python -P tests/emulator.py gfx942 sm90 [-k EXPRESSION] [--modules rel_attention,norm]
 
-The second runs the core cases of the kernel tests on each chip and records in `rocm/evidence/emulated.json` what
-passed. Both need the emulator's module `emudrv` on PYTHONPATH. It checks memory bounds and races in shared memory, and
-raises on what it does not know.
+It needs the emulator, a folder with a module `emudrv`: see `folder`. That checks memory bounds and races in shared
+memory, and raises on what it does not know. `tests/emulate.py` runs the tests so on each chip and keeps what passed.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import re
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
-EVIDENCE = ROOT / "rocm" / "evidence" / "emulated.json"
-# bfloat16 stands for the other types, and what differs in lengths alone is left to the interpreter.
-CORE = "core and not dtype0 and not dtype2 and not a11 and not captured"
+
+ABSENT = (
+    "the emulator is not here: name the folder that holds its emudrv.py in INKLING_EMULATOR, or put a folder with "
+    "tools/emu/emudrv.py beside this repository"
+)
 
 
-def activate(backend: str, arch: int | str) -> None:
-    """Make the emulated chip Triton's device; race checks on."""
+def folder() -> Path | None:
+    """Where the emulator is: in INKLING_EMULATOR, on Python's path, or in `tools/emu` of a folder beside the
+    repository."""
+    named = os.environ.get("INKLING_EMULATOR")
+    beside = [Path(named)] if named else [*map(Path, sys.path), *sorted(ROOT.parent.glob("*/tools/emu"))]
+    return next((path for path in beside if (path / "emudrv.py").is_file()), None)
+
+
+def environment() -> dict[str, str]:
+    """The environment of a process that compiles for an emulated chip: no interpreter, and Triton 3.9's default of
+    fusing multiplications with additions said aloud, without which it warns."""
+    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return kept | {"TRITON_DEFAULT_FP_FUSION": "1"}
+
+
+def activate(backend: str, arch: int | str, races: bool = True) -> Any:
+    """Make the emulated chip Triton's device; `races`: check shared memory for them. Returns the emulator's driver."""
+    found = folder()
+    if found is None:
+        raise RuntimeError(ABSENT)
+    sys.path.append(str(found))
     import emudrv
+    import gcnemu
     import ptxemu
     import tcgen05
 
     _leave_waiting_blocks_alone(ptxemu.Exec, tcgen05)
-    emudrv.activate(backend, arch)
+    add_small_products(gcnemu)
+    emudrv.activate(backend, arch, races)
+    return emudrv
 
 
 def _leave_waiting_blocks_alone(machine: Any, tensor_memory: Any) -> None:
@@ -68,6 +85,41 @@ def _leave_waiting_blocks_alone(machine: Any, tensor_memory: Any) -> None:
 
     machine.wgmma, machine.on_tile = wgmma, on_tile
     tensor_memory.t_ld, tensor_memory.t_st = _own_lanes(tensor_memory.t_ld), _own_lanes(tensor_memory.t_st)
+
+
+def add_small_products(machine: Any) -> None:
+    """`v_mfma_f32_4x4x4_16b`, which Triton takes for 4 rows on CDNA: sixteen products of 4 x 4 x 4. Lane `4 * block +
+    i` holds row `i` of a block of A and column `i` of B and of the result, whose rows are registers; `cbsz:4 abid:n`
+    takes A's block `n` for all of them. (AMD CDNA3 ISA guide, section 7.)"""
+    if hasattr(machine.Exec, "small_product"):
+        return
+    translate = machine.G.mfma
+
+    def mfma(self: Any, op: str) -> Any:
+        if not op.startswith("v_mfma_f32_4x4x4_16b_") or self.x.m.get("blgp"):
+            return translate(self, op)
+        spread, block = (int(self.x.m.get(name, 0)) for name in ("cbsz", "abid"))
+        d, a, b, c = (self.reg(self.x.a[i]) for i in range(4))
+        if spread not in (0, 4):
+            return self.bad(op)
+        kind = op.rsplit("_16b_", 1)[1].removesuffix("_1k")
+        added = c[1] if c else None
+        if c is None and float(self.x.a[3]) != 0.0:
+            return self.bad(op)
+        return f"E.small_product({kind!r}, {d[1]}, {a[1]}, {b[1]}, {added}, {a[2]}, {block if spread else None})"
+
+    def small_product(self: Any, kind: str, d: int, a: int, b: int, c: int | None, n: int, block: int | None) -> None:
+        left, right = self.dec(a, n, kind), self.dec(b, n, kind)
+        left, right = (x.reshape(self.W, 16, 4, -1) for x in (left, right))
+        if block is not None:
+            left = np.broadcast_to(left[:, block : block + 1], left.shape)
+        product = np.einsum("wbik,wbjk->iwbj", left, right).reshape(4, self.W, 64).astype(np.float32)
+        rows = slice(None) if self.m is None else self.m
+        results = [product[i] + (0 if c is None else self.v[c + i].view(np.float32)) for i in range(4)]
+        for i, result in enumerate(results):
+            self.v[d + i][rows] = result.astype(np.float32).view(np.uint32)[rows]
+
+    machine.G.mfma, machine.Exec.small_product = mfma, small_product
 
 
 def _own_lanes(access: Any) -> Any:
@@ -108,57 +160,3 @@ def gfx942() -> None:
 
 def gfx950() -> None:
     activate("hip", "gfx950")
-
-
-def record(arch: str, expression: str, modules: list[str]) -> bool:
-    """Run the kernel tests of `modules` on a chip and add the run to the evidence. Returns whether they passed."""
-    import triton
-
-    sys.path.append(str(ROOT / "tests" / "compile"))
-    import harness
-
-    files = [
-        str(path) for name in modules for path in [ROOT / "tests" / "kernels" / f"test_{name}.py"] if path.exists()
-    ]
-    environment = os.environ | {"INKLING_TEST_DRIVER": f"emulator:{arch}"}
-    environment.pop("TRITON_INTERPRET", None)
-    hashes = {name: harness.sources(name) for name in modules}
-    begun = time.monotonic()
-    command = [sys.executable, "-P", "-m", "pytest", "-q", "-k", expression, *files]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, cwd=ROOT)
-    sys.stdout.write(f"{arch}: {done.stdout.strip().splitlines()[-1]}\n")
-    passed = re.search(r"(\d+) passed", done.stdout)
-    if done.returncode or passed is None:
-        sys.stdout.write(done.stdout[-3000:] + done.stderr[-3000:])
-        return False
-    known = json.loads(EVIDENCE.read_text(encoding="utf-8"))["runs"] if EVIDENCE.exists() else []
-    cases = harness.modules()
-    runs = [run for run in known if (run["target"], run["modules"]) != (arch, modules)]
-    runs.append(
-        {
-            "target": arch, "triton": triton.__version__, "modules": modules,
-            "sources": hashes,
-            "rows": sorted({case.row for name in modules for case in cases.get(name, ())}), "expression": expression,
-            "passed": int(passed[1]), "seconds": round(time.monotonic() - begun),
-        }
-    )  # fmt: skip
-    runs.sort(key=lambda run: (run["modules"], run["target"]))
-    rows = sorted({row for run in runs for row in run["rows"]})
-    text = json.dumps({"evidence": "emulated", "rows": rows, "runs": runs}, indent=1, sort_keys=True)
-    EVIDENCE.parent.mkdir(parents=True, exist_ok=True)
-    EVIDENCE.write_text(text + "\n", encoding="utf-8")
-    return True
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("targets", nargs="+", choices=("sm80", "sm90", "sm100", "sm120", "gfx90a", "gfx942", "gfx950"))
-    parser.add_argument("-k", default=CORE, help="which tests, as for pytest")
-    parser.add_argument("--modules", default="rel_attention,rel_attention_decode", help="kernel files, by commas")
-    options = parser.parse_args()
-    passed = [record(arch, options.k, options.modules.split(",")) for arch in options.targets]
-    return int(not all(passed))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -145,7 +145,8 @@ from inkling_portable.dispatch import FORMATS, ROWS, Facts, explain
 loaded = time.process_time() - start
 explained = [explain(target, Facts(format=f)).to_dict() for target in TARGETS for f in FORMATS]
 seconds, mib = time.process_time() - start, peak() - before
-heavy = {"torch", "triton", "numpy", "pydantic", "rich", "typer"} | {row.impl.partition(":")[0] for row in ROWS}
+heavy = {"torch", "triton", "numba", "numpy", "pydantic", "rich", "typer"}
+heavy |= {row.impl.partition(":")[0] for row in ROWS}
 print(json.dumps([loaded, seconds, mib, sorted(heavy & set(sys.modules)), len(explained)]))
 """
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
@@ -205,14 +206,15 @@ def test_a_forced_row_is_held_to_its_conditions() -> None:
 
 
 def test_forcing_one_operation_leaves_the_others() -> None:
-    choices = resolve_all(CPU, Facts(), {"rms_norm": "torch"})
-    assert [choice.row for choice in choices.values()] == [choice.row for choice in resolve_all(CPU, Facts()).values()]
+    free, forced = resolve_all(CPU, Facts()), resolve_all(CPU, Facts(), {"rms_norm": "torch"})
+    assert forced.pop("rms_norm").row != free.pop("rms_norm").row
+    assert [choice.row for choice in forced.values()] == [choice.row for choice in free.values()]
 
 
 def test_unknown_names_are_errors_that_list_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"no operation 'norms', only embedding, rms_norm"):
+    with pytest.raises(ValueError, match=r"no operation 'norms', only embedding, linear, rms_norm"):
         explain(CPU, Facts(), {"norms": "torch"})
-    with pytest.raises(ValueError, match=r"rms_norm=cuda: the implementations of rms_norm are triton, torch"):
+    with pytest.raises(ValueError, match=r"rms_norm=cuda: the implementations of rms_norm are triton, numba, torch"):
         resolve("rms_norm", CPU, Facts(), forced="cuda")
     with pytest.raises(ValueError, match=r"no operation 'norms'"):
         resolve("norms", CPU, Facts())

@@ -25,6 +25,9 @@ LAYERS = {
     "inkling_portable.ops": DISPATCH,
     "inkling_portable.engine": ENGINE,
     "inkling_portable.llm": ENGINE,
+    "inkling_portable.plan": ENGINE,
+    "inkling_portable.recipe": ENGINE,
+    "inkling_portable.selfcheck": ENGINE,
     "inkling_portable.cli": FRONT,
     "inkling_portable.commands": FRONT,
     "inkling_portable.vllm_plugin": FRONT,
@@ -35,7 +38,7 @@ OUTSIDE = {
     "inkling_kernels": {"torch", "triton"},
     "inkling_rocm": {"torch", "triton", "aiter"},
     "inkling_portable": {
-        *("huggingface_hub", "jinja2", "numpy", "PIL", "pydantic", "rich", "safetensors", "soundfile", "soxr"),
+        *("huggingface_hub", "jinja2", "numba", "numpy", "PIL", "pydantic", "rich", "safetensors", "soundfile", "soxr"),
         *("tokenizers", "torch", "transformers", "triton", "typer", "vllm"),
     },
 }
@@ -196,7 +199,18 @@ def test_transformers_is_imported_only_when_used() -> None:
 
 
 def test_command_line_imports_nothing_heavy() -> None:
-    heavy = ("torch", "triton", "transformers", "vllm", "numpy", "safetensors", "tokenizers", "huggingface_hub", "PIL")
+    heavy = (
+        "torch",
+        "triton",
+        "transformers",
+        "vllm",
+        "numba",
+        "numpy",
+        "safetensors",
+        "tokenizers",
+        "huggingface_hub",
+        "PIL",
+    )
     code = f"import inkling_portable.cli, sys; print(*(set({heavy!r}) & set(sys.modules)))"
     ran = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
@@ -218,15 +232,17 @@ def test_only_target_asks_the_driver() -> None:
     assert not wrong, "\n".join(["take a Target instead (inkling_kernels.target.current_target):", *sorted(wrong)])
 
 
-@pytest.mark.parametrize("package", ["inkling_kernels", "inkling_rocm"])
+@pytest.mark.parametrize("package", ["inkling_kernels", "inkling_rocm", "inkling_portable.cpu"])
 def test_every_function_but_a_kernel_is_annotated(package: str) -> None:
     """mypy is told to let kernels pass, whose parameters have no Python types; this holds the others to it."""
-    wrong = []
+    wrong, marks = [], {"jit", "helper", "kernel", "overload"}
     for name, path in modules().items():
-        if root_of(name) != package:
+        if not within(name, {package}):
             continue
         for node in ast.walk(tree(path)):
-            if not isinstance(node, ast.FunctionDef) or any("jit" in ast.unparse(mark) for mark in node.decorator_list):
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            if any(word in ast.unparse(mark) for mark in node.decorator_list for word in marks):
                 continue
             arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
             bare = [

@@ -99,9 +99,9 @@ def metadata(wheel: zipfile.ZipFile) -> Message:
 
 
 def sources_in(folder: Path) -> set[Path]:
-    """Files of a package folder that belong in the wheel: all but what Python and editors leave behind."""
+    """Files of a package folder that belong in the wheel: all but what Python and numba leave behind."""
     found = (path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder) for path in found if path.suffix != ".pyc"}
+    return {path.relative_to(folder) for path in found if path.parent.name != "__pycache__"}
 
 
 def test_wheel_holds_every_file_of_the_three_folders_and_nothing_else(wheel: zipfile.ZipFile) -> None:

@@ -15,6 +15,7 @@ Sources: OCP 8-bit Floating Point Specification; AMD CDNA3 ISA guide for the FNU
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -38,3 +39,15 @@ def fp8_fn(x, KIND: tl.constexpr):
     else:
         code = tl.where(x == x, tl.where(code == 0, 0, code | sign), 0x80)
     return code.to(tl.uint8)
+
+
+def fp8_ref(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`x` as bytes (uint8) of `dtype`: float8_e4m3fn, float8_e4m3fnuz, or uint8 for the first of them."""
+    kind = torch.float8_e4m3fn if dtype == torch.uint8 else dtype
+    largest = torch.finfo(kind).max
+    return x.float().clamp(-largest, largest).masked_fill(x.isnan(), float("nan")).to(kind).view(torch.uint8)
+
+
+def fp8_values_ref(stored: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """What fp8 pages `[P, page, Hkv, D]` stand for, in float32; `scale` `[1]` or `[Hkv]` multiplies."""
+    return stored.view(torch.float8_e4m3fn if stored.dtype == torch.uint8 else stored.dtype).float() * scale[:, None]

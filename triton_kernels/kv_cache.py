@@ -22,10 +22,10 @@ import triton
 import triton.language as tl
 
 from inkling_kernels.compile_case import NO_MATRIX, CompileCase
-from inkling_kernels.fp8 import fp8_fn
+from inkling_kernels.fp8 import fp8_fn, fp8_ref
 from inkling_kernels.norm import normed_fn, rms_norm_ref
 from inkling_kernels.ragged import FLOATS, check_config, check_tensor, sequence_tile_fn
-from inkling_kernels.rel_attention_tile import FP8_KINDS, cache_operands
+from inkling_kernels.rel_attention_tile import FP8_KINDS, cache_operands, check_scales
 from inkling_kernels.short_conv import check_conv, convolved_fn, convolved_ref, keep_fn, owner_fn
 from inkling_kernels.target import Target
 
@@ -229,21 +229,11 @@ def qkvr_prep(
 
 
 def _check(
-    qkvr: torch.Tensor,
-    conv_weight: torch.Tensor,
-    q_norm: torch.Tensor,
-    k_norm: torch.Tensor,
-    eps: float,
-    state: torch.Tensor | None,
-    slots: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    kv_lens: torch.Tensor,
-    kv_cache: tuple[torch.Tensor, torch.Tensor] | None,
-    slot_mapping: torch.Tensor | None,
-    sizes: dict[str, int],
-    n_floor: int | None,
-    kv_scales: tuple[torch.Tensor, torch.Tensor] | None,
-) -> None:
+    qkvr: torch.Tensor, conv_weight: torch.Tensor, q_norm: torch.Tensor, k_norm: torch.Tensor, eps: float,
+    state: torch.Tensor | None, slots: torch.Tensor, cu_seqlens: torch.Tensor, kv_lens: torch.Tensor,
+    kv_cache: tuple[torch.Tensor, torch.Tensor] | None, slot_mapping: torch.Tensor | None, sizes: dict[str, int],
+    n_floor: int | None, kv_scales: tuple[torch.Tensor, torch.Tensor] | None,
+) -> None:  # fmt: skip
     op = "qkvr_prep"
     for name, value in sizes.items():
         if not isinstance(value, int) or value < 1:
@@ -282,15 +272,14 @@ def _check(
     check_tensor(op, "slot_mapping", slot_mapping, (rows,), (torch.int64,), qkvr.device)
     if rows > 1 and slot_mapping.stride(0) != 1:
         raise ValueError(f"{op}: slot_mapping has stride {slot_mapping.stride(0)}; expected a contiguous tensor")
+    if not isinstance(kv_cache, tuple) or len(kv_cache) != 2:
+        raise TypeError(f"{op}: kv_cache is {type(kv_cache).__name__}; expected a tuple (k_pages, v_pages)")
     wanted = (qkvr.dtype,) if kv_scales is None else tuple(FP8_KINDS)
     for name, pages in zip(("k_pages", "v_pages"), kv_cache, strict=True):
         check_tensor(op, name, pages, (*kv_cache[0].shape[:2], kv_heads, head_dim), wanted, qkvr.device)
     if kv_cache[1].dtype != kv_cache[0].dtype:
         raise TypeError(f"{op}: v_pages is {kv_cache[1].dtype} and k_pages {kv_cache[0].dtype}; expected one type")
-    if kv_scales is not None:
-        entries = kv_heads if len(kv_scales[0]) > 1 else 1
-        for name, scale in zip(("k_scale", "v_scale"), kv_scales, strict=True):
-            check_tensor(op, name, scale, (entries,), (torch.float32,), qkvr.device)
+    check_scales(op, kv_cache[0], kv_scales)
     room = kv_cache[0].shape[0] * kv_cache[0].shape[1]
     if qkvr.device.type == "cpu" and rows and int(slot_mapping.max()) >= room:
         raise ValueError(
@@ -336,11 +325,15 @@ COMPILE_CASES = (
 )
 
 
-def kv_write_ref(x: torch.Tensor, pages: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+def kv_write_ref(
+    x: torch.Tensor, pages: torch.Tensor, slot_mapping: torch.Tensor, scale: torch.Tensor | None = None
+) -> None:
     """Write `x` `[T, Hkv, D]` into `pages` `[P, page, Hkv, D]` at `slot_mapping` `[T]` int64; slots of -1 are passed
-    over.
+    over. With `scale` `[1]` or `[Hkv]` the pages are fp8 and get `x / scale`.
     """
     page = pages.shape[1]
+    if scale is not None:
+        x, pages = fp8_ref(x.float() / scale[:, None], pages.dtype), pages.view(torch.uint8)
     if slot_mapping.numel() and int(slot_mapping.min()) < 0:
         kept = slot_mapping >= 0
         x, slot_mapping = x[kept], slot_mapping[kept]
@@ -366,8 +359,9 @@ def qkvr_prep_ref(
     d_rel: int,
     log_scaling_n_floor: int | None,
     log_scaling_alpha: float,
+    kv_scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return `(q, r, k_pages, v_pages)`; see the module. Writes `state` and the cache in place.
+    """Return `(q, r, k_pages, v_pages)`; see the module. Writes `state` and the cache in place, fp8 with `kv_scales`.
 
     `conv_weight` is `[2 * Hkv * D, W]` float32, K's channels first. Without `kv_cache` (training; all sequences
     equally long) the step's own K and V come back as pages, one page a sequence, and gradients flow through them.
@@ -392,8 +386,11 @@ def qkvr_prep_ref(
     if (kv_cache is None) != (slot_mapping is None):
         raise ValueError("qkvr_prep: kv_cache and slot_mapping are given together or not at all")
     if kv_cache is None or slot_mapping is None:
+        if kv_scales is not None:
+            raise ValueError("qkvr_prep: kv_scales is given without kv_cache; expected None")
         sequences = len(kv_lens)
         return q, r, k.unflatten(0, (sequences, -1)), v.unflatten(0, (sequences, -1))
-    kv_write_ref(k, kv_cache[0], slot_mapping)
-    kv_write_ref(v, kv_cache[1], slot_mapping)
+    k_scale, v_scale = kv_scales or (None, None)
+    kv_write_ref(k, kv_cache[0], slot_mapping, k_scale)
+    kv_write_ref(v, kv_cache[1], slot_mapping, v_scale)
     return q, r, *kv_cache

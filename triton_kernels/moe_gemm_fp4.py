@@ -8,7 +8,7 @@ neighbouring codes are placed at once, in the halves of a word, and multiplied b
 
 * `ASM == "ptx"`: both at once by a bfloat16 multiply-add, which every chip from sm80 on has;
 * portably: either half as the upper half of a float32, so that the product's upper half *is* the bfloat16;
-* `ASM == "cdna4"`, for codes in pairs: CDNA4's `v_cvt_scalef32_pk_bf16_fp4` makes two bfloat16 of a byte of codes,
+* `ASM == "cdna4"`, for codes in pairs: CDNA4's `v_cvt_scalef32_pk` makes two bfloat16 or float32 of a byte of codes,
   times the power of two whose exponent field the scale has (0 is 2**-127, 255 NaN), so MXFP4 needs nothing else.
 
 All three give the same bits. NVFP4's scale is an E4M3 byte moved into a float32 as codes are; a factor of 2**-7 that
@@ -95,18 +95,35 @@ def _placed_byte_fn(word):
 
 
 @triton.jit
-def _converted_fn(word, scale):
-    """CDNA4: the bfloat16 pairs of a word's four bytes, times the power of two that `scale` has as its exponent."""
-    p0 = tl.inline_asm_elementwise("v_cvt_scalef32_pk_bf16_fp4 $0, $1, $2", "=v,v,v", [word, scale], tl.uint32, True, 1)
-    p1 = tl.inline_asm_elementwise(
-        "v_cvt_scalef32_pk_bf16_fp4 $0, $1, $2 op_sel:[1,0,0]", "=v,v,v", [word, scale], tl.uint32, True, 1
-    )
-    p2 = tl.inline_asm_elementwise(
-        "v_cvt_scalef32_pk_bf16_fp4 $0, $1, $2 op_sel:[0,1,0]", "=v,v,v", [word, scale], tl.uint32, True, 1
-    )
-    p3 = tl.inline_asm_elementwise(
-        "v_cvt_scalef32_pk_bf16_fp4 $0, $1, $2 op_sel:[1,1,0]", "=v,v,v", [word, scale], tl.uint32, True, 1
-    )
+def _converted_fn(word, scale, WIDE: tl.constexpr):
+    """CDNA4: the pairs of a word's four bytes of codes, times the power of two that `scale` has as its exponent: two
+    bfloat16 in 32 bits or (`WIDE`) two float32 in 64."""
+    if WIDE:
+        p0 = tl.inline_asm_elementwise(
+            "v_cvt_scalef32_pk_f32_fp4 $0, $1, $2", "=v,v,v", [word, scale], tl.uint64, True, 1
+        )
+        p1 = tl.inline_asm_elementwise(
+            "v_cvt_scalef32_pk_f32_fp4 $0, $1, $2 op_sel:[1,0,0]", "=v,v,v", [word, scale], tl.uint64, True, 1
+        )
+        p2 = tl.inline_asm_elementwise(
+            "v_cvt_scalef32_pk_f32_fp4 $0, $1, $2 op_sel:[0,1,0]", "=v,v,v", [word, scale], tl.uint64, True, 1
+        )
+        p3 = tl.inline_asm_elementwise(
+            "v_cvt_scalef32_pk_f32_fp4 $0, $1, $2 op_sel:[1,1,0]", "=v,v,v", [word, scale], tl.uint64, True, 1
+        )
+    else:
+        p0 = tl.inline_asm_elementwise(
+            "v_cvt_scalef32_pk_bf16_fp4 $0, $1, $2", "=v,v,v", [word, scale], tl.uint32, True, 1
+        )
+        p1 = tl.inline_asm_elementwise(
+            "v_cvt_scalef32_pk_bf16_fp4 $0, $1, $2 op_sel:[1,0,0]", "=v,v,v", [word, scale], tl.uint32, True, 1
+        )
+        p2 = tl.inline_asm_elementwise(
+            "v_cvt_scalef32_pk_bf16_fp4 $0, $1, $2 op_sel:[0,1,0]", "=v,v,v", [word, scale], tl.uint32, True, 1
+        )
+        p3 = tl.inline_asm_elementwise(
+            "v_cvt_scalef32_pk_bf16_fp4 $0, $1, $2 op_sel:[1,1,0]", "=v,v,v", [word, scale], tl.uint32, True, 1
+        )
     return p0, p1, p2, p3
 
 
@@ -135,17 +152,10 @@ def _spread_fn(value, N: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def _scaled_fn(pairs, byte, factor, MX: tl.constexpr, dtype: tl.constexpr):
-    """Pairs of placed codes `[N, W]` times `factor` and the scale of their block -> values `[N, 2 W]`, portably."""
-    N: tl.constexpr = pairs.shape[0]
-    W: tl.constexpr = pairs.shape[1]
-    low = (pairs << 16).to(tl.float32, bitcast=True)
-    high = (pairs & 0xFFFF0000).to(tl.float32, bitcast=True)
-    scale = e8m0_fn(byte) if MX else e4m3_fn(byte) * factor
-    if MX:
-        low, high = low * factor, high * factor
-    scale = _spread_fn(scale, N, W)
-    value = tl.reshape(tl.join(low * scale, high * scale), [N, 2 * W])
+def _scaled_fn(low, high, scale, dtype: tl.constexpr):
+    """float32 values of even and odd codes `[N, W]` times the scale of their block `[N, B]` -> `[N, 2 W]`."""
+    scale = _spread_fn(scale, low.shape[0], low.shape[1])
+    value = tl.reshape(tl.join(low * scale, high * scale), [low.shape[0], 2 * low.shape[1]])
     if dtype == tl.bfloat16:
         # Nothing is cut off: the value is a bfloat16 already.
         return value.to(tl.bfloat16, fp_downcast_rounding="rtz")
@@ -153,28 +163,37 @@ def _scaled_fn(pairs, byte, factor, MX: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
+def _in_order_fn(pairs):
+    """The four pairs of each word `[N, W]` one after another `[N, 4 W]`."""
+    p0, p1, p2, p3 = pairs
+    return tl.reshape(tl.join(tl.join(p0, p2), tl.join(p1, p3)), [p0.shape[0], 4 * p0.shape[1]])
+
+
+@triton.jit
 def unpack_fn(word, byte, MX: tl.constexpr, ORDER: tl.constexpr, ASM: tl.constexpr, dtype: tl.constexpr):
     """uint32 words `[N, W]` of eight codes and the scale byte of each block `[N, B]` -> values `[N, 8 W]`."""
     N: tl.constexpr = word.shape[0]
     W: tl.constexpr = word.shape[1]
-    CONVERT: tl.constexpr = ASM == "cdna4" and ORDER == "pairs"
-    if CONVERT:
+    if ASM == "cdna4" and ORDER == "pairs":
+        if MX:
+            scale = _spread_fn(byte.to(tl.uint32) << 23, N, W)
+            return _halves_fn(_in_order_fn(_converted_fn(word, scale, WIDE=False)), dtype)
         one: tl.constexpr = 0x3F800000
-        scale = _spread_fn(byte.to(tl.uint32) << 23, N, W) if MX else tl.full([N, W], one, tl.uint32)
-        p0, p1, p2, p3 = _converted_fn(word, scale)
-    else:
-        p0, p1, p2, p3 = _placed_fn(word, ORDER)
-    pairs = tl.reshape(tl.join(tl.join(p0, p2), tl.join(p1, p3)), [N, 4 * W])
-    if CONVERT and MX:
-        return _halves_fn(pairs, dtype)
+        pairs = _in_order_fn(_converted_fn(word, tl.full([N, W], one, tl.uint32), WIDE=True))
+        low = (pairs & 0xFFFFFFFF).to(tl.uint32).to(tl.float32, bitcast=True)
+        high = (pairs >> 32).to(tl.uint32).to(tl.float32, bitcast=True)
+        return _scaled_fn(low, high, e4m3_fn(byte) * _TWO_M126, dtype)
+    pairs = _in_order_fn(_placed_fn(word, ORDER))
     if ASM == "ptx":
         if MX:
             pairs = _product_fn(pairs, 0x7E807E80)
         scale = (e8m0_fn(byte) if MX else e4m3_fn(byte)).to(tl.uint32, bitcast=True) >> 16
         return _halves_fn(_product_fn(pairs, _spread_fn(scale | (scale << 16), N, 4 * W)), dtype)
-    if CONVERT:
-        return _scaled_fn(pairs, byte, _TWO_M126, MX, dtype)
-    return _scaled_fn(pairs, byte, _TWO_126 if MX else 1.0, MX, dtype)
+    low = (pairs << 16).to(tl.float32, bitcast=True)
+    high = (pairs & 0xFFFF0000).to(tl.float32, bitcast=True)
+    if MX:
+        return _scaled_fn(low * _TWO_126, high * _TWO_126, e8m0_fn(byte), dtype)
+    return _scaled_fn(low, high, e4m3_fn(byte), dtype)
 
 
 @triton.jit

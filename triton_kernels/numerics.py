@@ -201,9 +201,9 @@ class ExpertWeight:
     scale   'nvfp4': float8_e4m3fn or its uint8 bytes [E, N, K/16]; 'mxfp4': uint8 [E, N, K/32]; 'bf16': None
     scale2  'nvfp4': float32 [E], or [E, 2] (gate, up) where the layout is 'interleaved'; else None
     layout  how the N rows are arranged: 'interleaved' = gate0, up0, gate1, up1, ... (w13), 'plain' = as they are (w2)
+    order   how eight codes lie in a 32-bit word: 'pairs' as in checkpoints, 'words' as `moe_words` says
     input_scale  'nvfp4': float32 [1], the second scale of activations that are quantised to NVFP4 before the product,
             from the checkpoint's calibration, or None; else None
-    order   how eight codes lie in a 32-bit word: 'pairs' as in checkpoints, 'words' as `moe_words` says
 
     Construction checks shapes and dtypes; `check_values` also reads the scales. Errors are ValueError or TypeError.
     """
@@ -213,8 +213,8 @@ class ExpertWeight:
     scale: Tensor | None = None
     scale2: Tensor | None = None
     layout: Layout = "plain"
-    input_scale: Tensor | None = None
     order: Order = "pairs"
+    input_scale: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 
 from inkling_kernels.compile_case import CompileCase
+from inkling_kernels.fp8 import fp8_values_ref
 from inkling_kernels.ragged import sequence_tile_fn
 from inkling_kernels.rel_attention_decode import rel_attention_decode
 from inkling_kernels.rel_attention_plan import RelAttentionConfig, rel_attention_plan, takes_decode
@@ -76,9 +77,6 @@ def _rel_attention_kernel(
     if WINDOW:
         low = tl.maximum(first - window + 1, 0)
     begin = low // BLOCK_N * BLOCK_N
-    # Tiles before `edge` hold no key ahead of token 0; tiles before `near` only keys beyond every token's extent.
-    edge = tl.maximum(tl.maximum(first + 1, 0) // BLOCK_N * BLOCK_N, begin)
-    near = tl.minimum(tl.maximum(tl.maximum(first + 1 - extent, 0) // BLOCK_N * BLOCK_N, begin), edge)
     k_ptr += kv_head * k_strides[2]
     v_ptr += kv_head * v_strides[2]
     table_ptr += seq.to(tl.int64) * table_stride
@@ -88,22 +86,36 @@ def _rel_attention_kernel(
     acc = tl.zeros([BLOCK_M, D], tl.float32)
     peak = tl.full([BLOCK_M], FLOOR, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    if WINDOW:
+        # Tiles before `inside` hold keys that have left the last token's window.
+        inside = tl.maximum(first + TOKENS - window + BLOCK_N - 1, 0) // BLOCK_N * BLOCK_N
+        inside = tl.maximum(tl.minimum(inside, high), begin)
+        acc, peak, total = attend_fn(
+            acc, peak, total, q, r_wide, r_wide, k_ptr, v_ptr, proj_ptr, table_ptr, k_strides, v_strides, proj_strides,
+            first, token, begin, inside, low, high, window, extent, scale,
+            D, D_REL, TOKENS, 0, BLOCK_N, PAGE, FP8, BIAS=True, WINDOW=True, CAUSAL=True, APART=True,
+        )  # fmt: skip
+        begin = inside
+    # Tiles before `edge` hold no key ahead of token 0.
+    edge = tl.maximum(tl.maximum(first + 1, 0) // BLOCK_N * BLOCK_N, begin)
     if FAR:
+        # Tiles before `near` hold only keys beyond every token's extent.
+        near = tl.minimum(tl.maximum(tl.maximum(first + 1 - extent, 0) // BLOCK_N * BLOCK_N, begin), edge)
         acc, peak, total = attend_fn(
             acc, peak, total, q, r_wide, r_wide, k_ptr, v_ptr, proj_ptr, table_ptr, k_strides, v_strides, proj_strides,
             first, token, begin, near, low, high, window, extent, scale,
-            D, D_REL, TOKENS, 0, BLOCK_N, PAGE, FP8, BIAS=False, WINDOW=WINDOW, CAUSAL=False,
+            D, D_REL, TOKENS, 0, BLOCK_N, PAGE, FP8, BIAS=False, WINDOW=False, CAUSAL=False, APART=False,
         )  # fmt: skip
         begin = near
     acc, peak, total = attend_fn(
         acc, peak, total, q, r_wide, r_wide, k_ptr, v_ptr, proj_ptr, table_ptr, k_strides, v_strides, proj_strides,
         first, token, begin, edge, low, high, window, extent, scale,
-        D, D_REL, TOKENS, 0, BLOCK_N, PAGE, FP8, BIAS=True, WINDOW=WINDOW, CAUSAL=False,
+        D, D_REL, TOKENS, 0, BLOCK_N, PAGE, FP8, BIAS=True, WINDOW=False, CAUSAL=False, APART=False,
     )  # fmt: skip
     acc, peak, total = attend_fn(
         acc, peak, total, q, r_wide, r_wide, k_ptr, v_ptr, proj_ptr, table_ptr, k_strides, v_strides, proj_strides,
         first, token, edge, high, low, high, window, extent, scale,
-        D, D_REL, TOKENS, 0, BLOCK_N, PAGE, FP8, BIAS=True, WINDOW=WINDOW, CAUSAL=True,
+        D, D_REL, TOKENS, 0, BLOCK_N, PAGE, FP8, BIAS=True, WINDOW=False, CAUSAL=True, APART=True,
     )  # fmt: skip
     # A row without keys has total 0 and acc 0; a NaN total stays NaN. Rows of padding share the tile's keys, and are 0.
     out = tl.where(live[:, None], acc / tl.where(total == 0.0, 1.0, total)[:, None], 0.0)
@@ -272,14 +284,18 @@ def rel_attention_ref(
     scale: float,
     max_query_len: int | None = None,
     max_kv_len: int | None = None,
+    kv_scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Attend; see the module for formula and layouts. Differentiable. Returns `[T, Hq, D]` in `q.dtype`. Raises
-    ValueError where a sequence has more rows or keys than `max_query_len` or `max_kv_len` say.
+    """Attend; see the module for formula and layouts. Differentiable. Returns `[T, Hq, D]` in `q.dtype`. With
+    `kv_scales` the pages are fp8, and all of them are unpacked first. Raises ValueError where a sequence has more rows
+    or keys than `max_query_len` or `max_kv_len` say.
 
     Works in tiles of query rows and reads only the keys that some row of the tile may see, so time and memory follow
     the window on sliding layers. The bias of a tile is one product with the distances reversed; reading that product
     with a row stride one shorter moves every row's bias under its keys.
     """
+    if kv_scales is not None:
+        k_pages, v_pages = (fp8_values_ref(*each) for each in zip((k_pages, v_pages), kv_scales, strict=True))
     heads, kv_heads, extent, dtype = q.shape[1], k_pages.shape[2], proj.shape[1], q.dtype
     rows, bank = max(1, min(_ROWS, len(q))), proj.float().flip(1)
     q, r, starts = q.float() * scale, r.float(), cu_seqlens.tolist()

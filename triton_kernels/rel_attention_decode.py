@@ -95,6 +95,19 @@ def _rel_attention_decode_kernel(
     acc = tl.zeros([BLOCK_M, D], tl.float32)
     peak = tl.full([BLOCK_M], FLOOR, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    # A single row sees every key that is read, so its window has no edge within them.
+    SEVERAL: tl.constexpr = ROWS > 1
+    ALIGNED: tl.constexpr = WINDOW and ROWS == 1
+    if WINDOW and SEVERAL:
+        # Tiles before `inside` hold keys that have left the last row's window.
+        inside = tl.maximum(first + ROWS - window + BLOCK_N - 1, 0) // BLOCK_N * BLOCK_N
+        inside = tl.minimum(tl.maximum(inside, begin), end)
+        acc, peak, total = attend_fn(
+            acc, peak, total, q, r_wide, r_extra, k_ptr, v_ptr, proj_ptr, table_ptr, k_strides, v_strides, proj_strides,
+            first, token, begin, inside, low, high, window, extent, scale,
+            D, D_REL, TOKENS, EXTRA, BLOCK_N, PAGE, FP8, BIAS=True, WINDOW=True, CAUSAL=True, APART=True,
+        )  # fmt: skip
+        begin = inside
     if FAR:
         # Tiles before `near` hold only keys beyond every row's extent.
         near = tl.maximum(first + 1 - extent, 0) // BLOCK_N * BLOCK_N
@@ -102,13 +115,22 @@ def _rel_attention_decode_kernel(
         acc, peak, total = attend_fn(
             acc, peak, total, q, r_wide, r_extra, k_ptr, v_ptr, proj_ptr, table_ptr, k_strides, v_strides, proj_strides,
             first, token, begin, near, low, high, window, extent, scale,
-            D, D_REL, TOKENS, EXTRA, BLOCK_N, PAGE, FP8, BIAS=False, WINDOW=WINDOW, CAUSAL=False,
+            D, D_REL, TOKENS, EXTRA, BLOCK_N, PAGE, FP8, BIAS=False, WINDOW=ALIGNED, CAUSAL=False, APART=False,
         )  # fmt: skip
-        begin = tl.maximum(near, begin)
+        begin = near
+    if SEVERAL:
+        # Tiles before `edge` hold no key ahead of row 0.
+        edge = tl.minimum(tl.maximum(tl.maximum(first + 1, 0) // BLOCK_N * BLOCK_N, begin), end)
+        acc, peak, total = attend_fn(
+            acc, peak, total, q, r_wide, r_extra, k_ptr, v_ptr, proj_ptr, table_ptr, k_strides, v_strides, proj_strides,
+            first, token, begin, edge, low, high, window, extent, scale,
+            D, D_REL, TOKENS, EXTRA, BLOCK_N, PAGE, FP8, BIAS=True, WINDOW=False, CAUSAL=False, APART=False,
+        )  # fmt: skip
+        begin = edge
     acc, peak, total = attend_fn(
         acc, peak, total, q, r_wide, r_extra, k_ptr, v_ptr, proj_ptr, table_ptr, k_strides, v_strides, proj_strides,
         first, token, begin, end, low, high, window, extent, scale,
-        D, D_REL, TOKENS, EXTRA, BLOCK_N, PAGE, FP8, BIAS=True, WINDOW=WINDOW, CAUSAL=True,
+        D, D_REL, TOKENS, EXTRA, BLOCK_N, PAGE, FP8, BIAS=True, WINDOW=ALIGNED, CAUSAL=True, APART=SEVERAL,
     )  # fmt: skip
     if SPLITS == 1:
         out = acc / tl.where(total == 0.0, 1.0, total)[:, None]

@@ -104,6 +104,15 @@ def rel_attention_config(
     return next(fits, DEFAULT)
 
 
+def _bias_tiles(size: int, rows: int, first: int, low: int, end: int, extent: int, window: int | None) -> int:
+    """Key tiles of `size` with a bias, of those that `rows` query rows from position `first` on visit: the near ones,
+    and those at the window's edge, which no tile without a bias can be."""
+    begin, last = low // size, -(-end // size)
+    near = min(max(max(first + 1 - extent, 0) // size, begin), last)
+    inside = begin if window is None else min(max(-(-max(first + rows - window, 0) // size), begin), last)
+    return last - max(near, inside) + inside - begin
+
+
 @dataclass(frozen=True, slots=True)
 class RelAttentionPlan:
     """A launch, known without the lengths: `grid` is an upper bound of the tiles, the surplus programs return at
@@ -129,14 +138,15 @@ class RelAttentionPlan:
                 "BLOCK_N": self.config.block_n, "WINDOW": self.window is not None, "FAR": far}  # fmt: skip
 
     def spans(self, q_len: int, kv_len: int) -> list[tuple[int, int, int, int]]:
-        """For each query tile of a sequence: its first key, the first key of its tiles with a bias, the end of its
-        keys, and the position of its first token."""
+        """For each query tile of a sequence: its first key, the end of its keys, its tiles with a bias, and its first
+        token's position."""
         size, spans = self.config.block_n, []
         for t0 in range(0, q_len, self.tokens):
             first = kv_len - q_len + t0
             low = max(first - self.window + 1, 0) if self.window is not None else 0
-            near = max(max(first + 1 - self.extent, 0) // size * size, low // size * size)
-            spans.append((low, near, max(first + min(self.tokens, q_len - t0), 0), first))
+            end = max(first + min(self.tokens, q_len - t0), 0)
+            near = _bias_tiles(size, self.tokens, first, low, end, self.extent, self.window)
+            spans.append((low, end, near, first))
         return spans
 
     def work(self, q_lens: Sequence[int], kv_lens: Sequence[int]) -> Work:
@@ -145,10 +155,10 @@ class RelAttentionPlan:
         tiles = near_tiles = pairs = keys = tokens = 0
         for q_len, kv_len in zip(q_lens, kv_lens, strict=True):
             tokens += q_len
-            for low, near, end, first in self.spans(q_len, kv_len):
+            for low, end, near, first in self.spans(q_len, kv_len):
                 if end > low:
                     tiles += -(-end // size) - low // size
-                    near_tiles += -(-end // size) - near // size
+                    near_tiles += near
                     keys += end - low
                 seen = range(max(first, 0) + 1, end + 1)
                 pairs += sum(seen) if self.window is None else sum(min(n, self.window) for n in seen)
@@ -286,9 +296,9 @@ class RelAttentionDecodePlan:
             first, end = kv_len - q_len, kv_len if q_len else 0
             low = max(first - self.window + 1, 0) if self.window is not None else 0
             if end > low:
-                near = max(max(first + 1 - self.extent, 0) // size * size, low // size * size)
+                edge = None if self.rows == 1 else self.window
                 tiles += -(-end // size) - low // size
-                near_tiles += -(-end // size) - near // size
+                near_tiles += _bias_tiles(size, self.rows, first, low, end, self.extent, edge)
                 keys += end - low
                 seen = range(max(first, 0) + 1, end + 1)
                 pairs += sum(seen) if self.window is None else sum(min(n, self.window) for n in seen)

@@ -73,13 +73,15 @@ def attend_fn(
     first, token, begin, end, low, high, window, extent, scale,
     D: tl.constexpr, D_REL: tl.constexpr, TOKENS: tl.constexpr, EXTRA: tl.constexpr, BLOCK_N: tl.constexpr,
     PAGE: tl.constexpr, FP8: tl.constexpr, BIAS: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
+    APART: tl.constexpr,
 ):  # fmt: skip
     """Online softmax of one query tile over the keys `begin .. end - 1`, in tiles from a multiple of BLOCK_N on.
 
     `first` is the position of the tile's token 0. Keys outside `low .. high - 1` belong to no row: neither they, nor
     their values, nor their page numbers are read, and zeros stand for them. BIAS: some distance may lie inside the
     extent; WINDOW: some key may have left a row's window; CAUSAL: some key may lie ahead of a row, or at or past
-    `high`.
+    `high`; APART: some rows may see a key that others do not. There a value that is not finite makes NaN of the rows
+    that give its key weight and of no other; in a plain product 0 * NaN would be NaN in all of them.
     """
     col = tl.arange(0, BLOCK_N)
     dim = tl.arange(0, D).to(tl.int64)
@@ -116,13 +118,18 @@ def attend_fn(
         raised = tl.maximum(peak, tl.max(score, 1))
         weight = tl.exp2((score - raised[:, None]) * LOG2E)
         decay = tl.exp2((peak - raised) * LOG2E)
-        total = total * decay + tl.sum(weight, 1)
-        peak = raised
         if WINDOW or CAUSAL:
             v = tl.load(v_at, mask=held[:, None], other=0)
         else:
             v = tl.load(v_at)
         v = _widen_fn(v, FP8, q.dtype)
+        if APART:
+            # 0 for a key whose values are finite, else NaN.
+            spoilt = tl.sum(v.to(tl.float32) * 0.0, 1)
+            weight += tl.where(weight > 0.0, spoilt[None, :], 0.0)
+            v = tl.where(tl.abs(v.to(tl.float32)) < float("inf"), v, 0.0)
+        total = total * decay + tl.sum(weight, 1)
+        peak = raised
         acc = tl.dot(weight.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
     return acc, peak, total
 
@@ -207,10 +214,18 @@ def check_arguments(
         raise ValueError(f"{op}: window is {window!r}; expected a positive int, or None for full attention")
     if not isinstance(scale, (int, float)) or not 0 < scale < float("inf"):
         raise ValueError(f"{op}: scale is {scale!r}; expected a positive finite number (1 / head_dim)")
-    _check_scales(op, k_pages, kv_scales)
+    if len(q) and len(kv_lens) == 0:
+        raise ValueError(f"{op}: kv_lens is empty and q has {len(q)} rows; expected at least one sequence")
+    check_scales(op, k_pages, kv_scales)
+    room = block_table.shape[1] * page
+    if isinstance(max_kv_len, int) and max_kv_len > room:
+        raise ValueError(
+            f"{op}: block_table has {block_table.shape[1]} pages of {page} tokens a sequence; max_kv_len {max_kv_len} "
+            f"needs {-(-max_kv_len // page)}"
+        )
     if q.device.type == "cpu":
         starts, lengths = cu_seqlens.tolist(), kv_lens.tolist()
-        _check_lengths(op, len(q), block_table.shape[1] * page, starts, lengths)
+        _check_lengths(op, len(q), room, starts, lengths)
         check_bounds(op, starts, lengths, max_query_len, max_kv_len)
     else:
         check_bounds(op, [0], [], max_query_len, max_kv_len)
@@ -242,7 +257,8 @@ def cache_operands(
     return (k_pages.view(torch.uint8), v_pages.view(torch.uint8)), kv_scales, int(per_head)
 
 
-def _check_scales(op: str, k_pages: torch.Tensor, kv_scales: tuple[torch.Tensor, torch.Tensor] | None) -> None:
+def check_scales(op: str, k_pages: torch.Tensor, kv_scales: tuple[torch.Tensor, torch.Tensor] | None) -> None:
+    """Raise TypeError or ValueError for scales that do not belong to such a cache."""
     if (kv_scales is not None) != (k_pages.dtype in FP8_KINDS):
         wanted = "(k_scale, v_scale)" if kv_scales is None else "None"
         raise ValueError(f"{op}: kv_scales is {kv_scales!r} for a {k_pages.dtype} cache; expected {wanted}")
@@ -251,6 +267,8 @@ def _check_scales(op: str, k_pages: torch.Tensor, kv_scales: tuple[torch.Tensor,
     if not isinstance(kv_scales, tuple) or len(kv_scales) != 2:
         raise TypeError(f"{op}: kv_scales is {kv_scales!r}; expected a tuple (k_scale, v_scale)")
     for name, scale in zip(("k_scale", "v_scale"), kv_scales, strict=True):
+        if not isinstance(scale, torch.Tensor):
+            raise TypeError(f"{op}: {name} is {type(scale).__name__}; expected a torch.Tensor")
         if scale.dtype != torch.float32 or scale.dim() != 1 or len(scale) not in (1, k_pages.shape[2]):
             raise ValueError(
                 f"{op}: {name} is {scale.dtype} {tuple(scale.shape)}; expected float32 [1] or [{k_pages.shape[2]}]"
@@ -259,6 +277,8 @@ def _check_scales(op: str, k_pages: torch.Tensor, kv_scales: tuple[torch.Tensor,
             raise ValueError(
                 f"{op}: v_scale has {len(scale)} entries and k_scale {len(kv_scales[0])}; expected one number"
             )
+        if len(scale) > 1 and scale.stride(0) != 1:
+            raise ValueError(f"{op}: {name} has stride {scale.stride(0)}; expected a contiguous tensor")
         if scale.device != k_pages.device:
             raise ValueError(
                 f"{op}: {name} is on {scale.device} and k_pages on {k_pages.device}; move them to one device"

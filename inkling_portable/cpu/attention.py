@@ -10,19 +10,20 @@ import numpy as np
 import torch
 from numba import prange
 
-from inkling_kernels.ragged import check_batch, check_tensor
 from inkling_kernels.rel_attention import rel_attention_ref
 from inkling_portable.cpu.tiles import (
     FEW,
     INT,
     LIKE,
     blend_fn,
+    clear_fn,
     dots_fn,
     exp_fn,
     four_fn,
-    jit,
+    helper,
+    kernel,
     largest_fn,
-    parallel,
+    parallel_kernel,
     parts_of,
     read_fn,
     records,
@@ -34,7 +35,7 @@ from inkling_portable.cpu.tiles import (
 _LEAST = 1 << 15
 
 
-@jit
+@helper
 def _scores_fn(scores, like, q, keys, page_stride, stride, table, page, low, end):
     """Scores `[4, at least n]` of 4 rows `q` `[4, D]` float32 and the keys `low..end-1`, n of them."""
     for p in range(low // page, (end - 1) // page + 1):
@@ -46,27 +47,21 @@ def _scores_fn(scores, like, q, keys, page_stride, stride, table, page, low, end
                     scores[i, p * page + j - low + c] = found[4 * i + c]
 
 
-@jit
+@helper
 def _add_bias_fn(scores, like, r, proj, extent, count):
     """Add `r . proj` at each of the nearest `extent` of `count` keys, the last of which is at distance 0."""
     near, d_rel = min(extent, count), r.shape[1]
-    bias, f = np.zeros((4, near), np.float32), np.zeros((4, 4), np.float32)
-    for d in range(0, d_rel, 4):
+    for d in range(0, near, 4):
+        found = dots_fn(r, four_fn(like, proj, d_rel, d, near - 1, d_rel))
         for i in range(4):
-            for c in range(4):
-                f[i, c] = r[i, d + c] if d + c < d_rel else 0
-        blend_fn(bias[0], bias[1], bias[2], bias[3], f, four_fn(like, proj, extent, d, d_rel - 1, near))
-    for i in range(4):
-        row, own = scores[i, :count], bias[i]
-        for d in range(near):
-            row[count - 1 - d] += own[d]
+            for c in range(min(4, near - d)):
+                scores[i, count - 1 - d - c] += found[4 * i + c]
 
 
-@jit
+@helper
 def _sum_fn(out, like, weights, values, page_stride, stride, table, page, low, end):
-    """`out` `[4, D]` float32: the values of keys `low..end-1` with `weights` `[4, n]`."""
+    """Add to `out` `[4, D]` float32 the values of keys `low..end-1`, weighted by `weights` `[4, n]`."""
     f = np.empty((4, 4), np.float32)
-    out[:] = 0
     for p in range(low // page, (end - 1) // page + 1):
         base, last = values + table[p] * page_stride * like.itemsize, min(end - p * page, page) - 1
         for j in range(max(low - p * page, 0), last + 1, 4):
@@ -76,9 +71,9 @@ def _sum_fn(out, like, weights, values, page_stride, stride, table, page, low, e
             blend_fn(out[0], out[1], out[2], out[3], f, four_fn(like, base, stride, j, last, out.shape[1]))
 
 
-@jit
+@kernel
 def _rel_attention_part(
-    part, parts, like, y, q, q_stride, r, r_stride, k_pages, k_page, k_token, k_head, v_pages, v_page, v_token, v_head,
+    part, parts, like, y, q, r, k_pages, k_page, k_token, k_head, v_pages, v_page, v_token, v_head,
     proj, tables, table_stride, cu, lens, rows, batch, heads, kv_heads, dim, d_rel, extent, page, window, scale,
 ):  # fmt: skip
     size, group, b = like.itemsize, heads // kv_heads, 0
@@ -94,12 +89,16 @@ def _rel_attention_part(
             held = min(4, (g + 1) * group - h)
             for i in range(4):
                 head = h + min(i, held - 1)
-                read_fn(own_q[i], like, q + (t * q_stride + head * dim) * size)
-                read_fn(own_r[i], like, r + (t * r_stride + head * d_rel) * size)
-            own_q *= np.float32(scale)
-            out[:] = 0
+                read_fn(own_q[i], like, q + (t * heads + head) * dim * size)
+                read_fn(own_r[i], like, r + (t * heads + head) * d_rel * size)
+                clear_fn(out[i])
+                for c in range(dim):
+                    own_q[i, c] *= np.float32(scale)
             if end > 0:
-                table, scores = row_fn(INT, tables + 4 * b * table_stride, table_stride), np.empty((4, count + 4), np.float32)
+                table, scores = (
+                    row_fn(INT, tables + 4 * b * table_stride, table_stride),
+                    np.empty((4, count + 4), np.float32),
+                )
                 _scores_fn(scores, like, own_q, k_pages + g * k_head * size, k_page, k_token, table, page, low, end)
                 _add_bias_fn(scores, like, own_r, proj, extent, count)
                 for i in range(4):
@@ -116,20 +115,20 @@ def _rel_attention_part(
                 write_fn(like, y + (t * heads + h + i) * dim * size, out[i])
 
 
-@parallel
+@parallel_kernel
 def _rel_attention_parallel(
-    parts, like, y, q, q_stride, r, r_stride, k_pages, k_page, k_token, k_head, v_pages, v_page, v_token, v_head,
+    parts, like, y, q, r, k_pages, k_page, k_token, k_head, v_pages, v_page, v_token, v_head,
     proj, tables, table_stride, cu, lens, rows, batch, heads, kv_heads, dim, d_rel, extent, page, window, scale,
 ):  # fmt: skip
     for part in prange(parts):
         _rel_attention_part(
-            part, parts, like, y, q, q_stride, r, r_stride, k_pages, k_page, k_token, k_head, v_pages, v_page, v_token,
-            v_head, proj, tables, table_stride, cu, lens, rows, batch, heads, kv_heads, dim, d_rel, extent, page, window,
-            scale,
+            part, parts, like, y, q, r, k_pages, k_page, k_token, k_head, v_pages, v_page, v_token,
+            v_head, proj, tables, table_stride, cu, lens, rows, batch, heads, kv_heads, dim, d_rel, extent, page,
+            window, scale,
         )  # fmt: skip
 
 
-@jit
+@kernel
 def _sound(tables, table_stride, cu, lens, batch, rows, page, pages, window):
     """Whether all pages that the rows see are there."""
     starts, lengths = row_fn(INT, cu, batch + 1), row_fn(INT, lens, batch)
@@ -162,62 +161,36 @@ def rel_attention(
     max_kv_len: int | None = None,
 ) -> torch.Tensor:
     """`rel_attention_ref`, for up to `FEW` rows in one call."""
-    if len(q) > FEW or records(q, r, k_pages, v_pages, proj):
-        return rel_attention_ref(
-            q, r, k_pages, v_pages, proj, block_table, cu_seqlens, kv_lens, window=window, scale=scale
-        )
-    rows, heads, dim = q.shape
-    (pages, page, kv_heads, _), (d_rel, extent), batch = k_pages.shape, proj.shape, len(kv_lens)
+    (rows, heads, dim), (pages, page, kv_heads, _), (d_rel, extent) = q.shape, k_pages.shape, proj.shape
+    (batch, width), where = block_table.shape, (block_table, cu_seqlens, kv_lens)
+    seen, like = window or 1 << 62, LIKE.get(q.dtype)
     fits = (
-        q.dtype == r.dtype == k_pages.dtype == v_pages.dtype == proj.dtype
+        rows <= FEW
+        and like is not None
+        and q.dtype == r.dtype == k_pages.dtype == v_pages.dtype == proj.dtype
+        and block_table.dtype == cu_seqlens.dtype == kv_lens.dtype == torch.int32
+        and k_pages.stride(3) == v_pages.stride(3) == 1
+        and block_table.is_contiguous()
+        and cu_seqlens.is_contiguous()
+        and kv_lens.is_contiguous()
         and r.shape == (rows, heads, d_rel)
         and k_pages.shape == v_pages.shape == (pages, page, kv_heads, dim)
         and heads % kv_heads == 0
-        and q.stride()[1:] == (dim, 1)
-        and r.stride()[1:] == (d_rel, 1)
-        and k_pages.stride(3) == v_pages.stride(3) == 1
-        and proj.is_contiguous()
-        and block_table.dtype == cu_seqlens.dtype == kv_lens.dtype == torch.int32
-        and block_table.is_contiguous()
-        and len(block_table) == batch == len(cu_seqlens) - 1
+        and kv_lens.shape == (batch,)
+        and cu_seqlens.shape == (batch + 1,)
+        and not records(q, r, k_pages, v_pages, proj)
     )
-    if not fits:
-        raise _misfit(q, r, k_pages, v_pages, proj, block_table)
-    where = block_table.data_ptr(), block_table.shape[1], cu_seqlens.data_ptr(), kv_lens.data_ptr()
-    seen = window or 1 << 62
-    if not _sound(*where, batch, rows, page, pages, seen):
-        check_batch("rel_attention", rows, None, cu_seqlens, kv_lens, None, q.device)
-        raise ValueError(
-            f"rel_attention: block_table names pages from {int(block_table.min())} to {int(block_table.max())} for "
-            f"{kv_lens.tolist()} tokens; expected pages 0..{pages - 1} of {page} tokens wherever a row sees keys"
-        )
-    y = torch.empty(rows, heads, dim, dtype=q.dtype)
+    table = block_table.data_ptr(), width, cu_seqlens.data_ptr(), kv_lens.data_ptr()
+    if not fits or not _sound(*table, batch, rows, page, pages, seen):
+        return rel_attention_ref(q, r, k_pages, v_pages, proj, *where, window=window, scale=scale)
+    # What belongs to a distance lies side by side, as the model keeps it.
+    q, r, proj = q.contiguous(), r.contiguous(), proj.t().contiguous()
+    y = torch.empty_like(q)
     call = (
-        LIKE[q.dtype], y.data_ptr(), q.data_ptr(), q.stride(0), r.data_ptr(), r.stride(0), k_pages.data_ptr(),
-        *k_pages.stride()[:3], v_pages.data_ptr(), *v_pages.stride()[:3], proj.data_ptr(), *where, rows, batch, heads,
-        kv_heads, dim, d_rel, extent, page, seen, scale,
+        like, y.data_ptr(), q.data_ptr(), r.data_ptr(), k_pages.data_ptr(), *k_pages.stride()[:3], v_pages.data_ptr(),
+        *v_pages.stride()[:3], proj.data_ptr(), *table, rows, batch, heads, kv_heads, dim, d_rel, extent, page, seen,
+        scale,
     )  # fmt: skip
-    parts = min(parts_of(rows * min(block_table.shape[1] * page, seen) * dim * kv_heads, _LEAST), rows * kv_heads)
+    parts = min(parts_of(rows * min(width * page, seen) * dim * kv_heads, _LEAST), rows * kv_heads)
     _rel_attention_part(0, 1, *call) if parts == 1 else _rel_attention_parallel(parts, *call)
     return y
-
-
-def _misfit(
-    q: torch.Tensor,
-    r: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    proj: torch.Tensor,
-    block_table: torch.Tensor,
-) -> Exception:
-    """Raise or return what is wrong with tensors that do not fit together."""
-    op, (rows, heads, dim), kind = "rel_attention", q.shape, (q.dtype,)
-    check_tensor(op, "r", r, (rows, heads, len(proj)), kind)
-    check_tensor(op, "proj", proj, (None, None), kind)
-    for name, cache in (("k_pages", k_pages), ("v_pages", v_pages)):
-        check_tensor(op, name, cache, (*k_pages.shape[:3], dim), kind)
-    check_tensor(op, "block_table", block_table, (None, None), (torch.int32,))
-    return ValueError(
-        f"{op}: {heads} query heads, {k_pages.shape[2]} key heads, {len(block_table)} tables; expected a multiple, a "
-        "table and a length for each sequence, and contiguous tensors"
-    )

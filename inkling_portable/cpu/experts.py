@@ -14,19 +14,19 @@ from numba import prange
 
 from inkling_kernels.moe_gemm import moe_experts_ref
 from inkling_kernels.numerics import ExpertWeight
-from inkling_kernels.ragged import check_tensor
 from inkling_portable.cpu.tiles import (
     FEW,
     FLOAT,
     INT,
     LIKE,
     blend_fn,
+    clear_fn,
     dot_fn,
     dots_fn,
     four_fn,
     gate_fn,
-    jit,
-    parallel,
+    kernel,
+    parallel_kernel,
     parts_of,
     read_fn,
     records,
@@ -39,30 +39,32 @@ from inkling_portable.cpu.tiles import (
 _LEAST = 1 << 16
 
 
-@jit
+@kernel
 def _sort(order, offsets, ids, experts):
     """Put the pairs' numbers into `order` by expert, and where each expert's begin into `offsets` `[experts + 1]`.
     Pairs of expert -1 are left out. Returns whether every id is in range.
     """
     expert = row_fn(INT, ids, order.size)
-    offsets[:] = 0
+    clear_fn(offsets)
     for p in range(order.size):
         if not -1 <= expert[p] < experts:
             return False
         if expert[p] >= 0:
-            offsets[expert[p] + 1] += 1
+            offsets[expert[p]] += 1
+    # Now counts; then ends, from which each expert's pairs are filled in backwards, so that begins remain.
     for e in range(experts):
         offsets[e + 1] += offsets[e]
-    place = offsets[:-1].copy()
-    for p in range(order.size):
+    for p in range(order.size - 1, -1, -1):
         if expert[p] >= 0:
-            order[place[expert[p]]] = p
-            place[expert[p]] += 1
+            offsets[expert[p]] -= 1
+            order[offsets[expert[p]]] = p
     return True
 
 
-@jit
-def _up_part(part, parts, like, hidden, width, order, offsets, weights, top_k, x, x_stride, w, stride, row_stride, inputs):
+@kernel
+def _up_part(
+    part, parts, like, hidden, width, order, offsets, weights, top_k, x, x_stride, w, stride, row_stride, inputs
+):
     """Rows of the sorted pairs in `hidden` `[at least pairs, at least width]`."""
     weight = row_fn(FLOAT, weights, order.size)
     begin, end = span_fn(offsets[-1], part, parts)
@@ -84,24 +86,31 @@ def _up_part(part, parts, like, hidden, width, order, offsets, weights, top_k, x
                         made[t + i, n + j] = found[4 * i + j]
         for i in range(last - first):
             gate_fn(hidden[first + i, :width], made[i])
-            hidden[first + i] *= weight[order[first + i]]
+            for k in range(width):
+                hidden[first + i, k] *= weight[order[first + i]]
 
 
-@parallel
-def _up_parallel(parts, like, hidden, width, order, offsets, weights, top_k, x, x_stride, w, stride, row_stride, inputs):
+@parallel_kernel
+def _up_parallel(
+    parts, like, hidden, width, order, offsets, weights, top_k, x, x_stride, w, stride, row_stride, inputs
+):
     for part in prange(parts):
-        _up_part(part, parts, like, hidden, width, order, offsets, weights, top_k, x, x_stride, w, stride, row_stride, inputs)
+        _up_part(
+            part, parts, like, hidden, width, order, offsets, weights, top_k, x, x_stride, w, stride, row_stride, inputs
+        )
 
 
-@jit
+@kernel
 def _down_part(part, parts, like, out, hidden, width, order, offsets, top_k, w, stride, row_stride, few):
     """Columns of `out` `[T, H]` float32."""
     begin, end = span_fn(out.shape[1], part, parts)
     size = end - begin
     # A row length that is no power of two, lest its columns fall on each other in the processor's cache.
     turned, spare = np.empty((width + 4, (size + 15) // 16 * 16 + 16), np.float32), np.empty(size, np.float32)
-    turned[width:] = 0
-    out[:, begin:end] = 0
+    for k in range(width, width + 4):
+        clear_fn(turned[k])
+    for t in range(len(out)):
+        clear_fn(out[t, begin:end])
     for e in range(offsets.size - 1):
         first, last = offsets[e], offsets[e + 1]
         base = w + (e * stride + begin * row_stride) * like.itemsize
@@ -123,7 +132,7 @@ def _down_part(part, parts, like, out, hidden, width, order, offsets, top_k, w, 
                 blend_fn(y0, y1, y2, y3, hidden[p : p + 4, k : k + 4], four)
 
 
-@parallel
+@parallel_kernel
 def _down_parallel(parts, like, out, hidden, width, order, offsets, top_k, w, stride, row_stride, few):
     for part in prange(parts):
         _down_part(part, parts, like, out, hidden, width, order, offsets, top_k, w, stride, row_stride, few)
@@ -132,49 +141,35 @@ def _down_parallel(parts, like, out, hidden, width, order, offsets, top_k, w, st
 def moe_experts(
     x: torch.Tensor, w13: ExpertWeight, w2: ExpertWeight, ids: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """`moe_experts_ref` for unquantised experts, grouped whatever the number of tokens. A token's result is rounded once,
-    at its end.
-    """
-    if records(x, weights, w13.data, w2.data):
-        return moe_experts_ref(x, w13, w2, ids, weights)
-    w13.require_layout("interleaved", "w13")
-    w2.require_layout("plain", "w2")
-    (rows, inputs), (experts, outs, width), top_k = x.shape, w2.data.shape, ids.shape[1]
+    """`moe_experts_ref` for unquantised experts, grouped for any number of tokens; results are rounded once."""
+    (rows, inputs), (experts, outs, width), top_k, like = x.shape, w2.data.shape, ids.shape[1], LIKE.get(x.dtype)
     fits = (
-        x.dtype == w13.data.dtype == w2.data.dtype
+        like is not None
+        and (w13.layout, w2.layout) == ("interleaved", "plain")
+        and x.dtype == w13.data.dtype == w2.data.dtype
         and inputs == outs
         and w13.data.shape == (experts, 2 * width, inputs)
         and ids.shape == weights.shape == (rows, top_k)
         and (ids.dtype, weights.dtype) == (torch.int32, torch.float32)
         and x.stride(1) == w13.data.stride(2) == w2.data.stride(2) == 1
+        and not records(x, weights, w13.data, w2.data)
     )
-    if not fits:
-        check_tensor("moe_experts", "x", x, (None, outs), (w2.data.dtype,))
-        check_tensor("moe_experts", "w13", w13.data, (experts, 2 * width, outs), (x.dtype,))
-        check_tensor("moe_experts", "ids", ids, (rows, None), (torch.int32,))
-        check_tensor("moe_experts", "weights", weights, tuple(ids.shape), (torch.float32,))
-        raise ValueError(
-            f"moe_experts: x, w13 and w2 have strides {x.stride()}, {w13.data.stride()} and {w2.data.stride()}; expected "
-            "contiguous columns"
-        )
+    order, offsets = np.empty(ids.numel(), np.int32), np.empty(experts + 1, np.int32)
     ids, weights = ids.contiguous(), weights.contiguous()
-    order, offsets = np.empty(rows * top_k, np.int32), np.empty(experts + 1, np.int32)
-    if not _sort(order, offsets, ids.data_ptr(), experts):
-        raise ValueError(
-            f"moe_experts: ids run from {int(ids.min())} to {int(ids.max())}; expected 0..{experts - 1}, or -1 for an "
-            "expert that is held elsewhere"
-        )
+    if not fits or not _sort(order, offsets, ids.data_ptr(), experts):
+        return moe_experts_ref(x, w13, w2, ids, weights)
     # The last group of 4 reads past the pairs, and past a width that is no multiple of 4.
-    hidden = np.zeros((rows * top_k + 4, -(-width // 4) * 4), np.float32)
-    out = torch.empty(rows, outs)
-    parts = parts_of(rows * top_k * width * inputs, _LEAST)
-    up = hidden, width, order, offsets, weights.data_ptr(), top_k, x.data_ptr(), x.stride(0)
-    up = *up, w13.data.data_ptr(), *w13.data.stride()[:2], inputs
+    hidden, out = np.zeros((len(order) + 4, -(-width // 4) * 4), np.float32), torch.empty(rows, outs)
+    up = (
+        hidden, width, order, offsets, weights.data_ptr(), top_k, x.data_ptr(), x.stride(0), w13.data.data_ptr(),
+        *w13.data.stride()[:2], inputs,
+    )  # fmt: skip
     down = out.numpy(), hidden, width, order, offsets, top_k, w2.data.data_ptr(), *w2.data.stride()[:2], rows <= FEW
+    parts = parts_of(len(order) * width * inputs, _LEAST)
     if parts == 1:
-        _up_part(0, 1, LIKE[x.dtype], *up)
-        _down_part(0, 1, LIKE[x.dtype], *down)
+        _up_part(0, 1, like, *up)
+        _down_part(0, 1, like, *down)
     else:
-        _up_parallel(parts, LIKE[x.dtype], *up)
-        _down_parallel(parts, LIKE[x.dtype], *down)
+        _up_parallel(parts, like, *up)
+        _down_parallel(parts, like, *down)
     return out.to(x.dtype)

@@ -15,6 +15,8 @@ Work for several threads is cut into parts, each of which a kernel `*_part` does
 from __future__ import annotations
 
 import importlib
+import math
+import threading
 import zlib
 from collections.abc import Callable
 from functools import cache
@@ -37,11 +39,22 @@ _FOLDER = Path(__file__).parent
 _SOURCES = zlib.crc32(b"".join(path.read_bytes() for path in sorted(_FOLDER.glob("*.py"))))
 
 
-def jit(function: Callable[..., Any], parallel: bool = False) -> Any:
-    """Compile on first use and keep the code on disk: beside the module or else in the user's cache folder."""
-    # numba names its files after the function and looks at the module of the function alone, not at its callees'.
+# "numpy": a division by zero gives infinity or NaN, and is no exception that a loop would have to look out for.
+_OPTIONS: dict[str, Any] = {"fastmath": {"reassoc", "contract"}, "error_model": "numpy", "no_cfunc_wrapper": True}
+
+
+def helper(function: Callable[..., Any]) -> Any:
+    """Compile a function that kernels call, as a part of them."""
+    return njit(function, no_cpython_wrapper=True, **_OPTIONS)
+
+
+def kernel(function: Callable[..., Any], parallel: bool = False) -> Any:
+    """Compile a function that Python calls, on first use, and keep the code on disk: beside the module or else in the
+    user's cache folder.
+    """
+    # numba names its files after the function and looks at the module of the function alone, not at its helpers'.
     function.__qualname__ += f"_{_SOURCES:08x}"
-    options = {"fastmath": {"reassoc", "contract"}, "parallel": parallel, "nogil": True}
+    options = {"parallel": parallel, "nogil": True, **_OPTIONS}
     try:
         return njit(function, cache=True, **options)
     except RuntimeError:
@@ -49,9 +62,9 @@ def jit(function: Callable[..., Any], parallel: bool = False) -> Any:
         return njit(function, **options)
 
 
-def parallel(function: Callable[..., Any]) -> Any:
-    """`jit` for a function that runs parts in a `prange`."""
-    return jit(function, parallel=True)
+def parallel_kernel(function: Callable[..., Any]) -> Any:
+    """`kernel` for a function that runs parts in a `prange`."""
+    return kernel(function, parallel=True)
 
 
 @cache
@@ -64,12 +77,18 @@ def _most_threads() -> int:
     return numba.config.NUMBA_NUM_THREADS
 
 
+#: What this thread last set: to ask numba takes longer.
+_running = threading.local()
+
+
 def parts_of(size: int, least: int) -> int:
     """How many threads share work of `size`, of which a part should have at least `least`: torch's number at most."""
     parts = min(size // least, torch.get_num_threads(), _most_threads())
     if parts <= 1:
         return 1
-    numba.set_num_threads(parts)
+    if getattr(_running, "parts", None) != parts:
+        numba.set_num_threads(parts)
+        _running.parts = parts
     return parts
 
 
@@ -100,43 +119,44 @@ def _cast_bits(typing: Any, value: Any) -> Any:
     return result(value), build
 
 
-def widen_fn(value):
+def widen_fn(value: Any) -> Any:
     """A stored value as float32."""
     raise NotImplementedError
 
 
-@overload(widen_fn, inline="always")
+@overload(widen_fn)
 def _widen(value):
     if value == types.uint16:
         return lambda value: _cast_bits(np.uint32(np.uint32(value) << 16))
     return lambda value: value
 
 
-def narrow_fn(like, value):
+def narrow_fn(like: Any, value: Any) -> Any:
     """A float32 in the stored type: to nearest, ties to even; NaN stays NaN."""
     raise NotImplementedError
 
 
-@overload(narrow_fn, inline="always")
+@helper
+def _to_bfloat16(value):
+    bits = _cast_bits(np.float32(value))
+    even = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.uint16(even) if value == value else np.uint16(0x7FC0)
+
+
+@overload(narrow_fn)
 def _narrow(like, value):
     if like.dtype == types.uint16:
-
-        def rounded(like, value):
-            bits = _cast_bits(np.float32(value))
-            even = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-            return np.uint16(even) if value == value else np.uint16(0x7FC0)
-
-        return rounded
+        return lambda like, value: _to_bfloat16(value)
     return lambda like, value: np.float32(value)
 
 
-@jit
+@helper
 def row_fn(like, address, size):
     """The `size` elements of type `like` at `address`, as an array."""
     return carray(_pointer(address), (size,), like.dtype)
 
 
-@jit
+@helper
 def four_fn(like, address, stride, first, last, size):
     """Rows `first` to `first + 3` of a matrix at `address`, `stride` elements apart; those behind `last` are `last`."""
     step = stride * like.itemsize
@@ -148,7 +168,7 @@ def four_fn(like, address, stride, first, last, size):
     )
 
 
-@jit
+@helper
 def read_fn(to, like, address):
     """Fill the float32 array `to` with stored values."""
     source = row_fn(like, address, to.size)
@@ -156,7 +176,7 @@ def read_fn(to, like, address):
         to[i] = widen_fn(source[i])
 
 
-@jit
+@helper
 def write_fn(like, address, values):
     """Store the float32 array `values`."""
     out = row_fn(like, address, values.size)
@@ -164,16 +184,22 @@ def write_fn(like, address, values):
         out[i] = narrow_fn(like, values[i])
 
 
-@jit
+@helper
+def clear_fn(values):
+    for i in range(values.size):
+        values[i] = 0
+
+
+@helper
 def exp_fn(x):
-    """`e ** x` of a float32 to 2 units in the last place; 0 below -87.3 and infinite from 88.3 on, just within its range.
+    """`e ** x` of a float32 to 2 units in the last place; 0 below -87.3 and infinite from 88.3 on.
 
     In plain operations, which a loop over an array does several at a time. `x = n ln 2 + f`, the constant in two parts
     so that `f` is exact to its last bits; then a polynomial (that of Cephes' expf).
     """
     clamped = x if x > np.float32(-87.3) else np.float32(-87.3)
     clamped = clamped if clamped < np.float32(88.3) else np.float32(88.3)
-    n = np.floor(clamped * np.float32(1.44269504) + np.float32(0.5))
+    n = math.floor(clamped * np.float32(1.44269504) + np.float32(0.5))
     f = clamped - n * np.float32(0.693359375) - n * np.float32(-2.12194440e-4)
     p = np.float32(1.9875691500e-4) * f + np.float32(1.3981999507e-3)
     p = p * f + np.float32(8.3334519073e-3)
@@ -187,7 +213,7 @@ def exp_fn(x):
     return y if x == x else x
 
 
-@jit
+@helper
 def largest_fn(values):
     """The largest float32 of an array, or a NaN where it holds one with its sign bit clear.
 
@@ -200,7 +226,7 @@ def largest_fn(values):
     return _cast_bits(np.uint32(top ^ ((top >> 31) & 0x7FFFFFFF)))
 
 
-@jit
+@helper
 def gate_fn(out, x):
     """`silu(x[2 i]) x[2 i + 1]`, all float32."""
     for i in range(out.size):
@@ -210,14 +236,14 @@ def gate_fn(out, x):
 # -- products ----------------------------------------------------------------------------------------------------------
 
 
-@jit
+@helper
 def span_fn(size, part, parts):
     """Where part `part` of `size` things begins and ends, in multiples of 4."""
     fours = (size + 3) // 4
     return 4 * (fours * part // parts), min(size, 4 * (fours * (part + 1) // parts))
 
 
-@jit
+@helper
 def dot_fn(x, w):
     """The inner product of a float32 array and a stored one."""
     total = np.float32(0)
@@ -226,7 +252,7 @@ def dot_fn(x, w):
     return total
 
 
-@jit
+@helper
 def dots_fn(x, w):
     """The 16 inner products of 4 rows `x` `[4, K]` float32 and 4 stored rows `w`: of x's i and w's j at `4 i + j`."""
     x0, x1, x2, x3 = x[0], x[1], x[2], x[3]
@@ -246,7 +272,7 @@ def dots_fn(x, w):
     return a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3
 
 
-@jit
+@helper
 def blend_fn(y0, y1, y2, y3, f, w):
     """Add to 4 float32 rows the 4 stored rows `w`, weighted by `f` `[4, 4]`: `y_i += sum_j f[i, j] w_j`."""
     w0, w1, w2, w3 = w

@@ -12,14 +12,15 @@ from hypothesis import strategies as st
 from on_device import on_device
 
 from inkling_kernels.activation import silu_mul, silu_mul_ref
+from inkling_portable.cpu.rows import silu_mul as cpu_silu_mul
 
 Impl = Callable[..., torch.Tensor]
 
 
-@pytest.fixture(scope="module", params=[silu_mul_ref, silu_mul], ids=["torch", "triton"])
+@pytest.fixture(scope="module", params=[silu_mul_ref, cpu_silu_mul, silu_mul], ids=["torch", "numba", "triton"])
 def impl(request: pytest.FixtureRequest, kernel_device: torch.device) -> Impl:
-    """The reference, and the kernel on the tests' device."""
-    return request.param if request.param is silu_mul_ref else on_device(request.param, kernel_device)
+    """The reference, the CPU's kernel, and the kernel on the tests' device."""
+    return on_device(request.param, kernel_device) if request.param is silu_mul else request.param
 
 
 def oracle(x: np.ndarray) -> np.ndarray:

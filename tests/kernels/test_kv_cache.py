@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from on_device import on_device
 
 from inkling_kernels.kv_cache import kv_write_ref, qkvr_prep, qkvr_prep_ref
+from inkling_portable.cpu.conv import qkvr_prep as cpu_qkvr_prep
 
 writers = pytest.mark.parametrize("impl", [kv_write_ref])
 Impl = Callable[..., Any]
@@ -22,10 +23,10 @@ HEADS, KV_HEADS, DIM, D_REL, EPS = 4, 2, 8, 3, 1e-5
 Q, KV, R = HEADS * DIM, KV_HEADS * DIM, HEADS * D_REL
 
 
-@pytest.fixture(scope="module", params=[qkvr_prep_ref, qkvr_prep], ids=["torch", "triton"])
+@pytest.fixture(scope="module", params=[qkvr_prep_ref, cpu_qkvr_prep, qkvr_prep], ids=["torch", "numba", "triton"])
 def impl(request: pytest.FixtureRequest, kernel_device: torch.device) -> Impl:
-    """The reference, and the kernel on the tests' device."""
-    return request.param if request.param is qkvr_prep_ref else on_device(request.param, kernel_device)
+    """The reference, the CPU's kernel, and the kernel on the tests' device."""
+    return on_device(request.param, kernel_device) if request.param is qkvr_prep else request.param
 
 
 @dataclass

@@ -28,6 +28,10 @@ def int32(*shape: int) -> torch.Tensor:
     return meta(*shape, dtype=torch.int32)
 
 
+FP8 = meta(2, 16, 2, 16, dtype=torch.float8_e4m3fn)
+E5M2 = meta(2, 16, 2, 16, dtype=torch.float8_e5m2)
+
+
 def arguments(op: Callable[..., Any]) -> dict[str, Any]:
     """What the launcher takes, on the meta device, where reading a value or launching would be an error of its own."""
     where = {"slots": int32(2), "cu_seqlens": int32(3), "kv_lens": int32(2)}
@@ -78,6 +82,9 @@ BAD = [
     (short_conv, {"cu_seqlens": int32(2)}, ValueError, r"cu_seqlens has shape \[2\]; expected \[3\]"),
     (short_conv, {"kv_lens": int32(4)[::2]}, ValueError, "kv_lens has stride 2; expected a contiguous tensor"),
     (short_conv, {"residual": meta(4, 31)}, ValueError, r"residual has shape \[4, 31\]; expected \[4, 32\]"),
+    (short_conv, {"norm_weight": meta(31)}, ValueError, r"norm_weight has shape \[31\]; expected \[32\]"),
+    (short_conv, {"norm_weight": meta(32, dtype=torch.bfloat16)}, TypeError, "norm_weight is torch.bfloat16"),
+    (short_conv, {"norm_weight": meta(32), "eps": -1.0}, ValueError, "eps is -1.0; expected 0 or more"),
     (qkvr_prep, {"qkvr": meta(4, 161)}, ValueError,
      "qkvr has 161 columns; 3 query and 2 key heads of 16 with d_rel 16 need 160"),
     (qkvr_prep, {"head_dim": 24}, ValueError, "head_dim is 24; expected a power of two up to 256"),
@@ -88,6 +95,14 @@ BAD = [
     (qkvr_prep, {"kv_cache": (meta(2, 16, 2, 16), meta(2, 16, 1, 16))}, ValueError, "v_pages has shape"),
     (qkvr_prep, {"kv_cache": (meta(2, 16, 2, 16, dtype=torch.float16),) * 2}, TypeError, "k_pages is torch.float16"),
     (qkvr_prep, {"log_scaling_n_floor": 0}, ValueError, "log_scaling_n_floor is 0"),
+    (qkvr_prep, {"kv_cache": [meta(2, 16, 2, 16)] * 2}, TypeError, "kv_cache is list; expected a tuple"),
+    (qkvr_prep, {"kv_cache": (FP8, FP8)}, TypeError, "k_pages is torch.float8_e4m3fn; expected torch.float32"),
+    (qkvr_prep, {"kv_cache": (E5M2, E5M2), "kv_scales": (meta(2), meta(2))}, TypeError, "k_pages is torch.float8_e5m2"),
+    (qkvr_prep, {"kv_cache": (FP8, FP8), "kv_scales": (1.0, 1.0)}, TypeError, "k_scale is float; expected a torch.T"),
+    (qkvr_prep, {"kv_cache": (FP8, FP8), "kv_scales": (meta(3), meta(3))}, ValueError,
+     r"k_scale is torch.float32 \(3,\); expected float32 \[1\] or \[2\]"),
+    (qkvr_prep, {"kv_cache": (FP8, FP8), "kv_scales": (meta(2), meta(1))}, ValueError, "v_scale has 1 entries"),
+    (qkvr_prep, {"kv_cache": (FP8, FP8), "kv_scales": (meta(4)[::2], meta(2))}, ValueError, "k_scale has stride 2"),
     (qkvr_prep, {"kv_scales": (meta(2), meta(2))}, TypeError, "k_pages is torch.float32; expected torch.float8_e4m3fn"),
     (routing, {"logits": meta(4, 18, dtype=torch.bfloat16)}, TypeError,
      "logits are torch.bfloat16; the router computes in float32"),
@@ -163,6 +178,10 @@ def test_plans_cover_their_rows_and_follow_from_shapes() -> None:
         assert plan.grid[0] * plan.block_t >= rows
         assert plan.grid[0] >= batch
         assert plan.grid[1] * plan.block_c >= 6144
+        norm = short_conv_plan(rows, 6144, batch, width, norm=True)
+        assert norm.grid[0] * norm.block_t >= rows
+        # The order of a row's sum of squares must not depend on how many rows there are.
+        assert (norm.block_t, norm.block_c) == (max(4, plan.block_t if width == 8 else 4), 1024)
     sizes = {"num_heads": 64, "num_kv_heads": 8, "head_dim": 128, "d_rel": 16}
     assert qkvr_prep_plan(8192, 4, **sizes, tau=True).grid == (1028, 64 + 16 + 8)
     assert qkvr_prep_plan(8192, 4, **sizes, tau=False).grid == (1028, 64 + 16)

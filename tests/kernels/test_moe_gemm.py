@@ -14,15 +14,18 @@ from moe_oracle import E2M1, experts_on_device, oracle
 
 from inkling_kernels.moe_gemm import moe_experts, moe_experts_ref
 from inkling_kernels.numerics import ExpertWeight
+from inkling_portable.cpu.experts import moe_experts as cpu_moe_experts
 
 Impl = Callable[..., torch.Tensor]
 NAN = float("nan")
 
 
-@pytest.fixture(scope="module", params=[moe_experts_ref, moe_experts], ids=["torch", "triton"])
+@pytest.fixture(
+    scope="module", params=[moe_experts_ref, cpu_moe_experts, moe_experts], ids=["torch", "numba", "triton"]
+)
 def impl(request: pytest.FixtureRequest, kernel_device: torch.device) -> Impl:
-    """The reference, and the kernels on the tests' device."""
-    return request.param if request.param is moe_experts_ref else experts_on_device(request.param, kernel_device)
+    """The reference, the CPU's kernels, and the kernels on the tests' device."""
+    return experts_on_device(request.param, kernel_device) if request.param is moe_experts else request.param
 
 
 def plain(w13: torch.Tensor, w2: torch.Tensor) -> tuple[ExpertWeight, ExpertWeight]:

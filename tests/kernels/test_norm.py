@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 from on_device import on_device
 
 from inkling_kernels.norm import rms_norm, rms_norm_ref
+from inkling_portable.cpu.rows import rms_norm as cpu_rms_norm
 
 Impl = Callable[..., torch.Tensor]
 
 
-@pytest.fixture(scope="module", params=[rms_norm_ref, rms_norm], ids=["torch", "triton"])
+@pytest.fixture(scope="module", params=[rms_norm_ref, cpu_rms_norm, rms_norm], ids=["torch", "numba", "triton"])
 def impl(request: pytest.FixtureRequest, kernel_device: torch.device) -> Impl:
-    """The reference, and the kernel on the tests' device."""
-    return request.param if request.param is rms_norm_ref else on_device(request.param, kernel_device)
+    """The reference, the CPU's kernel, and the kernel on the tests' device."""
+    return on_device(request.param, kernel_device) if request.param is rms_norm else request.param
 
 
 def oracle(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:

@@ -17,8 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inkling_kernels.rel_attention import rel_attention
-from inkling_kernels.rel_attention_plan import DEFAULT, RelAttentionConfig, rel_attention_config, rel_attention_plan
-from inkling_kernels.rel_attention_tile import _widen_fn
+from inkling_kernels.rel_attention_decode import rel_attention_decode
+from inkling_kernels.rel_attention_plan import (
+    DEFAULT,
+    RelAttentionConfig,
+    rel_attention_config,
+    rel_attention_plan,
+    takes_decode,
+)
+from inkling_kernels.rel_attention_tile import _widen_fn, meta_case
 from inkling_kernels.target import TARGETS, Target
 from inkling_kernels.testing import BOGUS_PAGE, PagedBatch, paged_batch
 
@@ -216,6 +223,61 @@ def test_nan_in_a_row_stays_in_the_row(kernel_device: torch.device) -> None:
     torch.testing.assert_close(out[10:], clean[10:], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("window", [None, 20])
+def test_core_a_spoilt_value_reaches_the_rows_that_see_it_and_no_other(
+    kernel_device: torch.device, window: int | None
+) -> None:
+    """Rows of one tile, before the value and where it has left the window: 0 * NaN is not theirs."""
+    q_len, kv_len = 30, 43
+    batch = paged_batch(
+        [(q_len, kv_len)], heads=4, kv_heads=1, window=window, dtype=torch.bfloat16, device=kernel_device, seed=3
+    )
+    clean = rel_attention(*batch.args, **batch.options)
+    for position, poison in ((17, float("nan")), (10, float("inf")), (41, -float("inf"))):
+        at = int(batch.block_table[0, position // 16]), position % 16, 0, 5
+        kept = batch.v_pages[at].clone()
+        batch.v_pages[at] = poison
+        out = rel_attention(*batch.args, **batch.options)
+        batch.v_pages[at] = kept
+        rows = torch.arange(kv_len - q_len, kv_len)
+        sees = (rows >= position) & (rows - position < (window or kv_len))
+        assert torch.equal(out[~sees], clean[~sees])
+        assert not out[sees].isfinite().all(-1).any()
+
+
+def test_the_longest_query_chooses_the_kernel(kernel_device: torch.device) -> None:
+    """1 to 9 rows a sequence go to the decode kernel, whatever the lengths on the device; more, or an unknown number,
+    to the tiles of prompts. Padding behind the last sequence is 0 either way."""
+    batch = paged_batch([(9, 70), (2, 40)], heads=4, kv_heads=1, dtype=torch.bfloat16, device=kernel_device, seed=2)
+    tiles, exact = rel_attention(*batch.args, **batch.options), exact_attention(batch)
+    decode = rel_attention_decode(*batch.args, **batch.options, max_query_len=9)
+    for bound, expected in ((9, decode), (None, tiles), (10, tiles), (64, tiles)):
+        out = rel_attention(*batch.args, **batch.options, max_query_len=bound, max_kv_len=70)
+        assert torch.equal(out, expected)
+        assert signal(out, exact) <= 1
+    batch.cu_seqlens = torch.tensor([0, 9, 10], dtype=torch.int32, device=kernel_device)
+    assert rel_attention(*batch.args, **batch.options, max_query_len=9)[10:].eq(0).all()
+    few = paged_batch([(1, 5), (20, 20)], heads=4, kv_heads=1, device=kernel_device)
+    few.cu_seqlens = torch.tensor([0, 1, 2], dtype=torch.int32, device=kernel_device)
+    assert rel_attention(*few.args, **few.options, max_query_len=1)[2:].eq(0).all()
+
+
+@pytest.mark.parametrize("target", [target for target in TARGETS if target.vendor != "cpu"], ids=str)
+def test_decode_is_for_what_fits(target: Target) -> None:
+    for rows in range(1, 10):
+        for group, head_dim in ((8, 128), (4, 128), (16, 64), (1, 32)):
+            assert takes_decode(rows, group=group, head_dim=head_dim, target=target)
+    assert not takes_decode(10, group=1, head_dim=32, target=target)
+    assert not takes_decode(0, group=1, head_dim=32, target=target)
+
+
+def test_decode_in_float32_is_for_the_chips_that_have_room() -> None:
+    facts = {"group": 8, "head_dim": 128, "itemsize": 4}
+    assert takes_decode(1, **facts)
+    assert not takes_decode(9, **facts)
+    assert not takes_decode(9, **facts, target=Target.parse("gfx942"))
+
+
 @pytest.mark.parametrize(("window", "extent"), [(None, 1024), (512, 512)])
 def test_a12_the_seams_of_bias_and_window(kernel_device: torch.device, window: int | None, extent: int) -> None:
     """The last query of a long context: its window and extent end inside key tiles."""
@@ -286,7 +348,7 @@ BAD = {
                    (lambda x: x + torch.tensor([0, 3, 0], dtype=torch.int32), ValueError, "rise from 0"),
                    (lambda x: x + torch.tensor([0, 0, 1], dtype=torch.int32), ValueError, "at most 4")],
     "kv_lens": [(int64, TypeError, "int32"), (lambda x: -x, ValueError, "negative"),
-                (lambda x: x + 2**30, ValueError, "too long"),
+                (lambda x: x + 2**30, ValueError, "too long"), (lambda x: x[:0], ValueError, "0 kv_lens, 3 cu_seqlens"),
                 (lambda x: x.tolist(), TypeError, "torch.Tensor"), (lambda x: x[None], ValueError, "1 dimensions")],
 }  # fmt: skip
 
@@ -304,12 +366,51 @@ def test_bad_arguments_are_named(name: str, change, error: type[Exception], mess
 @pytest.mark.parametrize(
     ("options", "message"),
     [({"window": 0}, "window is 0"), ({"window": True}, "window is True"), ({"scale": 0.0}, "scale is 0"),
-     ({"scale": float("nan")}, "scale is nan"), ({"kv_scales": (torch.ones(1), torch.ones(1))}, "expected None")],
+     ({"scale": float("nan")}, "scale is nan"), ({"kv_scales": (torch.ones(1), torch.ones(1))}, "expected None"),
+     ({"max_query_len": 2}, "max_query_len is 2 and a sequence has 3"), ({"max_query_len": -1}, "max_query_len is -1"),
+     ({"max_kv_len": 33}, "block_table has 2 pages of 16 tokens a sequence; max_kv_len 33 needs 3"),
+     ({"kv_scales": (1.0, 1.0)}, "expected None"),
+     ({"max_kv_len": 4}, "max_kv_len is 4 and a sequence has 5"), ({"max_kv_len": 8.0}, "max_kv_len is 8.0")],
 )  # fmt: skip
 def test_bad_options_are_named(options: dict, message: str) -> None:
     batch = batch_for_errors()
     with pytest.raises(ValueError, match=f"rel_attention: .*{message}"):
         rel_attention(*batch.args, **batch.options | options)
+
+
+def test_rows_of_no_sequence_are_refused() -> None:
+    batch = batch_for_errors()
+    none = dataclasses.replace(
+        batch, block_table=batch.block_table[:0], cu_seqlens=batch.cu_seqlens[:1], kv_lens=batch.kv_lens[:0]
+    )
+    with pytest.raises(ValueError, match="kv_lens is empty and q has 4 rows; expected at least one sequence"):
+        rel_attention(*none.args, **none.options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "scales", "error", "message"),
+    [(torch.float8_e5m2, (torch.ones(1), torch.ones(1)), TypeError, "k_pages is torch.float8_e5m2"),
+     (torch.float8_e4m3fn, None, ValueError, r"expected \(k_scale, v_scale\)"),
+     (torch.float8_e4m3fn, torch.ones(2), TypeError, "expected a tuple"),
+     (torch.float8_e4m3fn, (1.0, 1.0), TypeError, "k_scale is float"),
+     (torch.float8_e4m3fn, (torch.ones(3), torch.ones(3)), ValueError, r"expected float32 \[1\] or \[2\]"),
+     (torch.float8_e4m3fn, (torch.ones(4)[::2], torch.ones(2)), ValueError, "k_scale has stride 2")],
+)  # fmt: skip
+def test_bad_fp8_caches_are_named(kind: torch.dtype, scales: object, error: type[Exception], message: str) -> None:
+    batch = batch_for_errors()
+    batch.k_pages, batch.v_pages = batch.k_pages.to(kind), batch.v_pages.to(kind)
+    with pytest.raises(error, match=f"rel_attention: .*{message}"):
+        rel_attention(*batch.args, **batch.options, kv_scales=scales)
+
+
+def test_checks_read_no_tensor_of_a_device() -> None:
+    """On the meta device reading a length would be an error of its own."""
+    tensors, scales = meta_case(64, 8, 1024, 64, fp8=True)
+    options = {"window": None, "scale": 1 / 128, "kv_scales": scales, "target": Target.parse("sm90")}
+    with pytest.raises(ValueError, match="max_kv_len 16384 needs 1024"):
+        rel_attention(*tensors, **options, max_kv_len=16_384)
+    with pytest.raises(ValueError, match="window is -1"):
+        rel_attention(*tensors, **options | {"window": -1})
 
 
 def fp8(

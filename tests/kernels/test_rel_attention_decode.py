@@ -154,6 +154,36 @@ def test_nan_in_a_row_stays_in_the_row(kernel_device: torch.device) -> None:
     assert run(batch).isnan().any(-1).nonzero().tolist() == [[1, 2]]
 
 
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("split_keys", [None, 32])
+def test_core_a_spoilt_value_reaches_the_rows_that_see_it_and_no_other(
+    kernel_device: torch.device, window: int | None, split_keys: int | None
+) -> None:
+    """A draft whose value overflows says nothing of the rows before it."""
+    batch = paged_batch(
+        [(9, 60)], heads=4, kv_heads=1, window=window, dtype=torch.bfloat16, device=kernel_device, seed=3
+    )
+    clean = run(batch, split_keys=split_keys)
+    for position, poison in ((55, float("nan")), (42, float("inf")), (59, -float("inf"))):
+        at = int(batch.block_table[0, position // 16]), position % 16, 0, 5
+        kept = batch.v_pages[at].clone()
+        batch.v_pages[at] = poison
+        out = run(batch, split_keys=split_keys)
+        batch.v_pages[at] = kept
+        rows = torch.arange(51, 60)
+        sees = (rows >= position) & (rows - position < (window or 60))
+        assert torch.equal(out[~sees], clean[~sees])
+        assert not out[sees].isfinite().all(-1).any()
+
+
+def test_a11_core_one_split_or_many(kernel_device: torch.device) -> None:
+    """A short sequence, alone without a combination and beside a long one with it: equal bits."""
+    batch = paged_batch([(2, 40), (1, 200)], heads=2, kv_heads=1, dtype=torch.bfloat16, device=kernel_device, seed=5)
+    together = run(batch, split_keys=64, max_query_len=3)[:2]
+    alone = run(batch.alone(0), split_keys=64, max_query_len=3, max_kv_len=40)
+    assert torch.equal(together, alone)
+
+
 @pytest.mark.parametrize("size", [2, 8, 33])
 @pytest.mark.parametrize("window", [None, 40])
 def test_a11_core_fixed_splits_do_not_see_the_neighbours(

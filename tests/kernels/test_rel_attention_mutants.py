@@ -36,7 +36,14 @@ BROKEN = [
     ("extent + 1", TILE, "(distance < extent)", "(distance <= extent)"),
     ("extent - 1", TILE, "(distance < extent)", "(distance < extent - 1)"),
     ("1/sqrt(d)", TILE, '"ieee") * scale', '"ieee") * tl.sqrt(scale)'),
-    ("no bias in the last tiles", PREFILL, "True, WINDOW=WINDOW, CAUSAL=True", "False, WINDOW=WINDOW, CAUSAL=True"),
+    ("no bias in the last tiles", PREFILL, "True, WINDOW=False, CAUSAL=True", "False, WINDOW=False, CAUSAL=True"),
+    ("no bias at the window's edge", PREFILL, "True, WINDOW=True, CAUSAL=True", "False, WINDOW=True, CAUSAL=True"),
+    ("window's edge one tile short", PREFILL, "first + TOKENS - window + BLOCK_N - 1", "first + TOKENS - window"),
+    ("the step's keys unmasked", PREFILL, "edge = tl.maximum(tl.maximum(first + 1,",
+     "edge = tl.maximum(tl.maximum(high + BLOCK_N,"),
+    ("0 * NaN in rows of the tile", TILE, 'v = tl.where(tl.abs(v.to(tl.float32)) < float("inf"), v, 0.0)', "v = v"),
+    ("NaN hidden from the rows that see it", TILE, "weight += tl.where(weight > 0.0,", "weight += 0 * tl.where(False,"),
+    ("NaN for rows of no weight", TILE, "tl.where(weight > 0.0, spoilt[", "tl.where(weight >= 0.0, spoilt["),
     ("far zone one tile long", PREFILL, "first + 1 - extent, 0) //", "first + 1 + BLOCK_N - extent, 0) //"),
     ("sees one key ahead", TILE, "score = tl.where(distance >= 0, score", "score = tl.where(distance >= -1, score"),
     ("does not see itself", TILE, "distance >= 0,", "distance > 0,"),
@@ -57,6 +64,10 @@ BROKEN = [
     ("one split not combined", DECODE, "for split in range(used)", "for split in range(1, used)"),
     ("bias of the ninth row lost", TILE, "tl.dot(r_extra, p_wide,", "tl.dot(r_extra * 0, p_wide,"),
     ("ninth row's bias at the first's", TILE, "first + TOKENS, key", "first, key"),
+    ("verify: window's edge one tile short", DECODE, "first + ROWS - window + BLOCK_N - 1", "first + ROWS - window"),
+    ("verify: the step's keys unmasked", DECODE,
+     "tl.maximum(first + 1, 0) // BLOCK_N * BLOCK_N, begin), end)", "end, begin), end)"),
+    ("verify: 0 * NaN in rows of the tile", DECODE, "APART=SEVERAL", "APART=False"),
     ("decode position one late", DECODE, "first = kv_len - q_len", "first = kv_len - q_len + 1"),
     ("decode window + 1 read", DECODE, "tl.maximum(first - window + 1, 0)", "tl.maximum(first - window + 2, 0)"),
     ("0/0 in the combination", DECODE, "out = acc / tl.where(total == 0.0, 1.0, total)", "out = acc / total"),
@@ -77,8 +88,17 @@ def cases(device: torch.device) -> list[tuple[str, PagedBatch, Exact, dict]]:
     batches += [
         (DECODE, paged_batch(verify, window=20, **options, seed=3), {"max_query_len": 9}),
         (DECODE, paged_batch(verify, **options, seed=4), {"max_query_len": 9}),
+        (DECODE, paged_batch([(1, 75), (1, 0), (1, 40)], window=20, **options, seed=6), {"max_query_len": 1}),
     ]
+    # Values of this step that are not finite, and some that leave the window of a few rows.
+    for (_, batch, _), sequence, positions in zip(
+        batches, (2, 1, 0, 0), ([25, 45], [84], [50, 72], [72]), strict=False
+    ):
+        for position in positions:
+            spoil(batch, sequence, position)
     found = [(file, batch, exact_attention(batch), more) for file, batch, more in batches]
+    for _, _, exact, _ in found:
+        exact.out[exact.out.isnan().any(-1)] = float("nan")
     narrow = paged_batch([(4, 20)], **options, seed=5)
     scales = torch.tensor([0.5, 2.0], device=device)
     for pages, dense in ((narrow.k_pages, narrow.keys), (narrow.v_pages, narrow.values)):
@@ -87,6 +107,12 @@ def cases(device: torch.device) -> list[tuple[str, PagedBatch, Exact, dict]]:
     exact = exact_attention(narrow)
     narrow.k_pages, narrow.v_pages = (x.to(torch.float8_e4m3fn) for x in (narrow.k_pages, narrow.v_pages))
     return [*found, (PREFILL, narrow, exact, {"kv_scales": (scales, scales)})]
+
+
+def spoil(batch: PagedBatch, sequence: int, position: int) -> None:
+    """Make NaN of a value of the sequence."""
+    batch.v_pages[int(batch.block_table[sequence, position // 16]), position % 16, 1, 5] = float("nan")
+    batch.values[sequence][position, 1, 5] = float("nan")
 
 
 def largest_signal(modules: dict, device: torch.device) -> float:

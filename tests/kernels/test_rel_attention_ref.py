@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inkling_kernels.rel_attention import rel_attention_ref
+from inkling_portable.cpu.attention import rel_attention
 
-pytestmark = pytest.mark.parametrize("impl", [rel_attention_ref])
+pytestmark = pytest.mark.parametrize("impl", [rel_attention_ref, rel_attention], ids=["torch", "numba"])
 Impl = Callable[..., torch.Tensor]
 NAN = float("nan")
 

@@ -12,15 +12,16 @@ from hypothesis import strategies as st
 from on_device import on_device
 
 from inkling_kernels.routing import routing, routing_ref
+from inkling_portable.cpu.rows import routing as cpu_routing
 
 Impl = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 NAN, INF = float("nan"), float("inf")
 
 
-@pytest.fixture(scope="module", params=[routing_ref, routing], ids=["torch", "triton"])
+@pytest.fixture(scope="module", params=[routing_ref, cpu_routing, routing], ids=["torch", "numba", "triton"])
 def impl(request: pytest.FixtureRequest, kernel_device: torch.device) -> Impl:
-    """The reference, and the kernel on the tests' device."""
-    return request.param if request.param is routing_ref else on_device(request.param, kernel_device)
+    """The reference, the CPU's kernel, and the kernel on the tests' device."""
+    return on_device(request.param, kernel_device) if request.param is routing else request.param
 
 
 def oracle_weights(z: np.ndarray, ids: np.ndarray, experts: int, scale: float) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,16 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from on_device import on_device
 
-from inkling_kernels.short_conv import short_conv, short_conv_ref
+from inkling_kernels.short_conv import ShortConvConfig, short_conv, short_conv_ref
+from inkling_kernels.testing import guarded
+from inkling_portable.cpu.conv import short_conv as cpu_short_conv
 
 Impl = Callable[..., torch.Tensor]
 NAN = float("nan")
 
 
-@pytest.fixture(scope="module", params=[short_conv_ref, short_conv], ids=["torch", "triton"])
+@pytest.fixture(scope="module", params=[short_conv_ref, cpu_short_conv, short_conv], ids=["torch", "numba", "triton"])
 def impl(request: pytest.FixtureRequest, kernel_device: torch.device) -> Impl:
-    """The reference, and the kernel on the tests' device."""
-    return request.param if request.param is short_conv_ref else on_device(request.param, kernel_device)
+    """The reference, the CPU's kernel, and the kernel on the tests' device."""
+    return on_device(request.param, kernel_device) if request.param is short_conv else request.param
 
 
 def oracle(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
@@ -106,6 +109,49 @@ def test_any_chunking_gives_the_same_bits(impl: Impl, pieces: list[int]) -> None
     x, weight = inputs(1, 1030)
     whole = impl(x, weight, None, int32([0]), starts([1030]), int32([1030]))
     assert torch.equal(in_pieces(impl, x, weight, pieces, poisoned(1, 3)), whole)
+
+
+NORM = {"norm_weight": torch.linspace(0.5, 2.0, 40), "eps": 1e-3}
+
+
+def small(impl: Impl) -> dict[str, Any]:
+    """Runs of 16 channels, of which 40 take three, where the implementation cuts channels."""
+    return {} if impl is short_conv_ref else {"config": ShortConvConfig(norm_channels=16)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_norm_behind_is_that_of_the_sum(impl: Impl, dtype: torch.dtype) -> None:
+    """Of the rounded sum, and the sum is what it is without the norm; in a ragged batch on strided views of NaN."""
+    x, weight = inputs(12, 31, 40)
+    x, residual = guarded(x.to(dtype)), guarded(torch.randn(31, 40).to(dtype))
+    norm = {"norm_weight": guarded(NORM["norm_weight"].to(dtype)[:, None])[:, 0], "eps": 1e-3}
+    where = int32([2, 0, -1, 1]), starts([1, 9, 20, 0]), int32([1, 30, 20, 0])
+    state = torch.randn(3, 11, 40, generator=torch.Generator().manual_seed(13)).to(dtype)
+    plain = impl(x, weight, state.clone(), *where, residual)
+    kept = state.clone()
+    y, normed = impl(x, weight, kept, *where, residual, **norm, **small(impl))
+    assert torch.equal(y[:30], plain[:30])
+    exact = y.double() / (y.double().square().mean(1, keepdim=True) + 1e-3).sqrt()
+    rounded = exact.to(dtype).double() * norm["norm_weight"].double()
+    torch.testing.assert_close(normed.double(), rounded, rtol=2e-5 if dtype == torch.float32 else 1.6e-2, atol=0)
+    assert (normed.double() == rounded.to(dtype).double()).double().mean() > (0.1 if dtype == torch.float32 else 0.99)
+    again = state.clone()
+    impl(x, weight, again, *where, residual)
+    assert torch.equal(kept, again)
+
+
+@pytest.mark.parametrize("pieces", [[63, 1], [3, 61], [20, 20, 24], [1] * 8 + [56]], ids=str)
+def test_any_chunking_gives_the_same_norm(impl: Impl, pieces: list[int]) -> None:
+    x, weight = inputs(14, 64, 40)
+    residual = torch.randn(64, 40, generator=torch.Generator().manual_seed(15))
+    more = NORM | small(impl)
+    whole = impl(x, weight, None, int32([0]), starts([64]), int32([64]), residual, **more)
+    state, at = poisoned(1, 3, 40), 0
+    for n in pieces:
+        rows = slice(at, at + n)
+        found = impl(x[rows], weight, state, int32([0]), starts([n]), int32([at + n]), residual[rows], **more)
+        assert all(torch.equal(one, other[rows]) for one, other in zip(found, whole, strict=True))
+        at += n
 
 
 @pytest.mark.parametrize("accepted", range(9))

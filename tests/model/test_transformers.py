@@ -294,12 +294,12 @@ def attention(change: Callable[..., dict[str, Any]]) -> dict[str, Any]:
     """Operations whose attention gets `change(q, r, proj, window, scale)` instead of some of its arguments."""
 
     def broken(
-        q: Any, r: Any, k: Any, v: Any, proj: Any, *where: Any, window: int | None, scale: float
+        q: Any, r: Any, k: Any, v: Any, proj: Any, *where: Any, window: int | None, scale: float, **bounds: Any
     ) -> torch.Tensor:
         given = {"q": q, "r": r, "proj": proj, "window": window, "scale": scale}
         given |= change(**given)
         return OPS.rel_attention(
-            given["q"], given["r"], k, v, given["proj"], *where, window=given["window"], scale=given["scale"]
+            given["q"], given["r"], k, v, given["proj"], *where, window=given["window"], scale=given["scale"], **bounds
         )
 
     return {"rel_attention": broken}

@@ -200,7 +200,7 @@ def test_float16_overflows() -> None:
 def test_the_moe_backend_is_a_row_of_the_table() -> None:
     assert options.forced_experts("auto") == {}
     assert options.forced_experts("aiter") == {"moe_experts": "aiter"}
-    with pytest.raises(ValueError, match=r"--moe-backend is marlin, .* use auto or one of aiter, triton"):
+    with pytest.raises(ValueError, match=r"--moe-backend is marlin, .* use auto or one of .*aiter, .*triton"):
         options.forced_experts("marlin")
 
 

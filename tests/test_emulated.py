@@ -1,0 +1,147 @@
+"""The kernels' tests on emulated chips, one of each vendor; and what decides that a run of them is evidence."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import emulate
+import emulator
+import ml_dtypes
+import numpy as np
+import pytest
+
+from inkling_portable.dispatch import ROWS
+
+
+@pytest.fixture(scope="module")
+def runs() -> Iterator[dict[tuple[str, str], Future[emulate.Outcome]]]:
+    """The core of every suite on every chip of CI, one process a chip at a time."""
+    if emulator.folder() is None:
+        pytest.skip(emulator.ABSENT)
+    pools = {target: ThreadPoolExecutor(1) for target in emulate.FIRST}
+    yield {
+        (module, target): pools[target].submit(emulate.run, suite, target, drawn=False)
+        for module, suite in emulate.SUITES.items()
+        for target in emulate.FIRST
+    }
+    for pool in pools.values():
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("target", emulate.FIRST)
+@pytest.mark.parametrize("module", emulate.SUITES)
+def test_the_compiled_kernels_pass_their_tests(
+    runs: dict[tuple[str, str], Future[emulate.Outcome]], module: str, target: str
+) -> None:
+    outcome = runs[module, target].result()
+    assert outcome.failed == {}
+    assert outcome.cannot == []
+    assert outcome.passed
+
+
+def test_every_kernel_file_has_a_suite() -> None:
+    assert set(emulate.harness.modules()) <= set(emulate.SUITES)
+
+
+def test_rows_that_say_emulated_were_so_and_since_the_last_change() -> None:
+    """Rows of the table: all their kernel files, one chip of each vendor at least."""
+    runs = json.loads((emulate.EVIDENCE / "emulated.json").read_text(encoding="utf-8"))["runs"]
+    known = {(run["module"], run["target"]): run for run in runs}
+    claimed = {f"{row.op}={row.name}" for row in ROWS if row.evidence == "emulated"}
+    for module, cases in emulate.harness.modules().items():
+        for target in emulate.FIRST if claimed & {case.row for case in cases} else ():
+            run = known.get((module, target), {})
+            assert run.get("sources") == emulate.harness.sources(module), f"{module} on {target}: run `make emulate`"
+
+
+def test_what_the_emulator_cannot_do_is_no_fault_of_the_kernel_and_no_pass() -> None:
+    report = ET.fromstring("""<testsuites><testsuite>
+      <testcase name="good"/>
+      <testcase name="unknown"><failure message="ptxemu.EmuError: unimplemented: tcgen05.cp">trace</failure></testcase>
+      <testcase name="race"><failure message="ptxemu.EmuError: race RAW on shared byte 4">trace</failure></testcase>
+      <testcase name="wrong"><failure message="assert 1 == 2">trace</failure></testcase>
+      <testcase name="setup"><error message="fixture failed">trace</error></testcase>
+      <testcase name="skipped"><skipped message="not here"/></testcase>
+    </testsuite></testsuites>""")
+    outcome = emulate.sorted_out(report)
+    assert outcome.passed == ["good"]
+    assert outcome.cannot == [{"test": "unknown", "why": "unimplemented: tcgen05.cp"}]
+    assert set(outcome.failed) == {"race", "wrong", "setup", "skipped"}
+
+
+def test_what_failed_is_no_evidence_and_what_is_known_is_not_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = {"sm90": emulate.Outcome(["a", "b"], [], {}, 3), "gfx942": emulate.Outcome(["a"], [], {"b": "wrong"}, 3)}
+    asked, sources = [], ["one"]
+    monkeypatch.setattr(emulate, "run", lambda suite, target: asked.append(target) or results[target])
+    monkeypatch.setattr(
+        emulate, "identity", lambda module, target: {"module": module, "target": target, "sources": sources[0]}
+    )
+    arguments = ["--targets", "sm90,gfx942", "--modules", "norm", "--evidence", str(tmp_path)]
+    assert emulate.main(arguments) == 1
+    runs = json.loads((tmp_path / "emulated.json").read_text())["runs"]
+    assert [(run["target"], run["passed"], run["sources"]) for run in runs] == [("sm90", 2, "one")]
+    results["gfx942"] = emulate.Outcome(["a", "b"], [], {}, 3)
+    assert emulate.main(arguments) == 0
+    assert asked == ["sm90", "gfx942", "gfx942"]
+    sources[0] = "two"
+    results["sm90"] = emulate.Outcome([], [], {"a": "wrong"}, 3)
+    assert emulate.main(arguments) == 1
+    found = json.loads((tmp_path / "emulated.json").read_text())
+    assert [(run["target"], run["sources"]) for run in found["runs"]] == [("gfx942", "two")]
+    assert found["rows"] == ["rms_norm=triton"]
+    assert "| `norm` | not run | not run |" in (tmp_path / "emulated.md").read_text()
+
+
+@pytest.mark.skipif(emulator.folder() is None, reason=emulator.ABSENT)
+@pytest.mark.parametrize(("block", "added"), [(None, True), (0, False), (3, True)])
+def test_products_of_four_by_four(block: int | None, added: bool) -> None:
+    """Sixteen of them, or block `block` of A with every block of B, which the emulator does not know by itself."""
+    sys.path.append(str(emulator.folder()))
+    import gcnemu
+
+    emulator.add_small_products(gcnemu)
+    rng = np.random.default_rng(0)
+    left, right = (rng.integers(-8, 8, (16, 4, 4)).astype(np.float32) for _ in range(2))
+    start = rng.integers(-8, 8, (4, 64)).astype(np.float32)
+    registers = np.zeros((16, 1, 64), np.uint32)
+    for first, values in ((0, left), (2, right)):
+        halves = values.astype(ml_dtypes.bfloat16).view(np.uint16).reshape(64, 2, 2)
+        registers[first : first + 2, 0] = np.ascontiguousarray(halves).view(np.uint32)[..., 0].T
+    registers[8:12, 0] = start.view(np.uint32)
+    machine = types.SimpleNamespace(W=1, m=None, v=registers, dec=lambda *args: gcnemu.Exec.dec(machine, *args))
+    gcnemu.Exec.small_product(machine, "bf16", 4, 0, 2, 8 if added else None, 2, block)
+    for lane in range(64):
+        of = lane // 4
+        for row in range(4):
+            exact = left[of if block is None else block][row] @ right[of][lane % 4] + (start[row, lane] if added else 0)
+            assert registers[4 + row, 0, lane : lane + 1].view(np.float32)[0] == exact
+
+
+def test_the_page_lists_what_was_not_run_or_not_executed() -> None:
+    cannot = [{"test": "test_a", "why": "unimplemented: x"}]
+    page = emulate.page([{"module": "norm", "target": "sm100", "passed": 3, "cannot": cannot}])
+    assert "| `norm` | not run | not run | 3, 1 not executed |" in page
+    assert "- sm100, `norm`: `test_a`: `unimplemented: x`" in page
+
+
+def test_the_emulator_is_looked_for_where_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INKLING_EMULATOR", str(tmp_path))
+    assert emulator.folder() is None
+    (tmp_path / "emudrv.py").touch()
+    assert emulator.folder() == tmp_path
+    monkeypatch.setattr(emulator, "ROOT", tmp_path / "repository")
+    monkeypatch.setattr("sys.path", [])
+    monkeypatch.delenv("INKLING_EMULATOR")
+    assert emulator.folder() is None
+    beside = tmp_path / "anything" / "tools" / "emu"
+    beside.mkdir(parents=True)
+    (beside / "emudrv.py").touch()
+    assert emulator.folder() == beside
