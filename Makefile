@@ -25,7 +25,7 @@ RUN := $(VENV)/bin/python -P
 ENVIRONMENT := $(PYTHON) .ci/environment.py $(VENV) --torch '$(TORCH)'
 # Whole-model, compilation and server tests, those of broken copies, and attention and memory take minutes;
 # `make check` leaves them to `make test`.
-LONG_TESTS := tests/model tests/compile tests/vllm tests/test_memory.py tests/test_emulated.py \
+LONG_TESTS := tests/model tests/compile tests/vllm_plugin tests/test_memory.py tests/test_emulated.py \
 	tests/kernels/test_rel_attention.py tests/kernels/test_rel_attention_decode.py
 
 .NOTPARALLEL:
@@ -52,11 +52,11 @@ $(VLLM_VENV)/test.stamp: pyproject.toml .ci/environment.py .ci/vllm_environment.
 	@touch $@
 
 test: $(VENV)/test.stamp test-vllm
-	$(RUN) -m pytest -m "not gpu and not slow" --ignore=tests/vllm $(PYTEST_ARGS)
+	$(RUN) -m pytest -m "not gpu and not slow" --ignore=tests/vllm_plugin $(PYTEST_ARGS)
 
 # Tests with vLLM itself, in an environment that has its wheel.
 test-vllm: $(VLLM_VENV)/test.stamp
-	$(VLLM_VENV)/bin/python -P -m pytest -m "not gpu and not slow" tests/vllm $(PYTEST_ARGS)
+	$(VLLM_VENV)/bin/python -P -m pytest -m "not gpu and not slow" tests/vllm_plugin $(PYTEST_ARGS)
 
 check: lint types
 	$(RUN) -m pytest -m "not gpu and not slow" $(addprefix --ignore=,$(LONG_TESTS)) --ignore-glob='*_mutants.py' $(PYTEST_ARGS)

@@ -105,8 +105,6 @@ class Row:
     * `evidence`: what was seen of it: `ran DEVICE`, `emulated` (its compiled code was executed on an emulator),
       `compiled` or `none`. A JSON file in `benchmarks/results/` or `rocm/evidence/` backs each but the last: for
       `ran DEVICE` one whose `device` is DEVICE, else one with that word as `evidence` and `op=name` in `rows`.
-    * `prepare`: for experts, the `module:function` that gives weights the order that the implementation reads fastest,
-      called once a weight at load with the target; empty where they stay as checkpoints have them.
     """
 
     op: str
@@ -180,6 +178,18 @@ def cpu_cache(facts: Facts) -> str | None:
 def cpu_dense(facts: Facts) -> str | None:
     """The CPU kernel of the experts reads unquantised weights."""
     return cpu_floats(facts) if facts.format == "bf16" else f"is for unquantised experts, not {facts.format}"
+
+
+def native_fp4(facts: Facts) -> str | None:
+    """Weights that the matrix unit multiplies by their block scales; tokens are quantised from bfloat16."""
+    if facts.format == "bf16" or facts.dtype != "bfloat16":
+        return f"multiplies 4-bit codes with bfloat16 tokens, which it quantises, not {facts.format} with {facts.dtype}"
+    return groupable(facts)
+
+
+def native_mxfp4(facts: Facts) -> str | None:
+    """CDNA4 has block scales of powers of two alone."""
+    return native_fp4(facts) if facts.format != "nvfp4" else "multiplies codes with E8M0 scales per 32, not nvfp4"
 
 
 def rel_shapes(facts: Facts) -> str | None:
@@ -256,12 +266,18 @@ ROWS: Final[tuple[Row, ...]] = (
         "few rows in one call; float64 rounded to float32 scores", "ran cpu"),
     Row("routing",       ("cpu",),  (),   None,       "inkling_kernels.routing:routing_ref",                "torch",
         "float32 in torch; a stable sort, so that the lowest index wins a tie", "ran cpu"),
+    Row("moe_experts", ("gpu",), (), invariant_experts, "inkling_kernels.batch_invariant:moe_experts", "fixed_tiles",
+        "the kernels of the row triton in one tile shape: equal bits in every batch", "none",
+        "inkling_kernels.moe_gemm_fp4:prepare_experts"),
     Row("moe_experts",   ("gfx950",), ("mfma_scale",), aiter_mxfp4, "inkling_rocm.aiter_moe:moe_experts",       "aiter",
         "AMD's fused kernels; activations rounded to MXFP4 as well, sums by atomics", "none",
         prepare="inkling_rocm.aiter_moe:prepare"),
-    Row("moe_experts", ("gpu",), (), invariant_experts, "inkling_kernels.batch_invariant:moe_experts", "fixed_tiles",
-        "the kernels of the row below in one tile shape: equal bits in every batch", "none",
-        "inkling_kernels.moe_gemm_fp4:prepare_experts"),
+    Row("moe_experts",   ("sm100", "sm103", "sm120", "sm121"), ("native_nvfp4", "native_mxfp4"), native_fp4,
+        "inkling_kernels.moe_native:moe_experts_native", "native",
+        "hardware block scales; NVFP4 takes tokens in NVFP4, MXFP4 in MXFP8 (sm120, sm121: in MXFP4)", "none",
+        "inkling_kernels.moe_native:prepare_native"),
+    Row("moe_experts",   ("gfx950",), ("mfma_scale",), native_mxfp4, "inkling_kernels.moe_native:moe_experts_native",
+        "native", "hardware block scales; MXFP4 takes tokens in MXFP8", "none"),
     Row("moe_experts",   ("gpu",),  (),   groupable,  "inkling_kernels.moe_gemm:moe_experts",               "triton",
         "grouped products on sorted tokens; fp4 is unpacked in registers; summed without atomics", "none",
         "inkling_kernels.moe_gemm_fp4:prepare_experts"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import ml_dtypes
@@ -43,7 +44,7 @@ def experts_on_device(launch: Callable[..., torch.Tensor], device: torch.device)
     """`launch` for tensors and weights of the CPU, wherever it runs; see `on_device`."""
 
     def parts(weight: ExpertWeight) -> tuple:
-        return weight.format, weight.data, weight.scale, weight.scale2, weight.layout, weight.order
+        return tuple(getattr(weight, each.name) for each in fields(ExpertWeight))
 
     target = kernel_target(device)
 

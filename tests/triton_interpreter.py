@@ -33,6 +33,7 @@ def repair() -> None:
     _types()
     _memory()
     _arithmetic()
+    _block_scales()
     _calls()
     _bounds()
 
@@ -104,6 +105,30 @@ def _arithmetic() -> None:
     Builder.create_fabs = lambda self, arg: TensorHandle(np.abs(arg.data), arg.dtype.scalar)
     host.ReduceOps.sum = _in_float32(host.ReduceOps.sum)
     host.ReduceOps.min_max = _in_float32(host.ReduceOps.min_max)
+
+
+def _block_scales() -> None:
+    """`dot_scaled`: stock reads E4M3 scales as powers of two. Codes lie along K, two a byte."""
+    e2m1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+
+    def values(codes: TensorHandle, scale: TensorHandle, format: Any, axis: int) -> np.ndarray:
+        bits = np.moveaxis(codes.data, axis, -1).view(np.uint8)
+        if format == host._ir.ScaleDotElemTypeTY.E2M1:
+            found = np.stack((e2m1[bits & 15], e2m1[bits >> 4]), -1).reshape(*bits.shape[:-1], -1)
+        else:
+            found = np.ascontiguousarray(bits).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        raw = np.ascontiguousarray(scale.data).view(np.uint8)
+        if scale.dtype.scalar == tl.float8e4nv:
+            factor = raw.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        else:
+            factor = raw.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
+        return found * factor.repeat(found.shape[-1] // factor.shape[-1], -1)
+
+    def dot_scaled(self: Any, a: Any, a_scale: Any, a_format: Any, b: Any, b_scale: Any, b_format: Any, *rest: Any):
+        product = values(a, a_scale, a_format, -1) @ values(b, b_scale, b_format, -2).T
+        return TensorHandle(product + rest[-1].data, tl.float32)
+
+    Builder.create_dot_scaled = dot_scaled
 
 
 def _in_float32(reduction: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,6 +22,7 @@ class CompileCase:
     * `spills`: bytes of registers that the code may spill, by architecture; nothing where it is not named.
     * `instruction`: the matrix instruction that must be there, by architecture, where it is not the one that the
       target's capabilities name; an empty name asks for none.
+    * `targets`: the architectures that it is compiled for; all where it names none.
     * `narrow`: pointer arguments that may be addressed with 32 bits, their tensors being small whatever the batch.
     """
 
@@ -31,6 +32,11 @@ class CompileCase:
     spills: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     instruction: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     narrow: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ()
+
+    def includes(self, target: Target) -> bool:
+        """Whether the case is compiled for `target`."""
+        return target.is_gpu and target.arch in (self.targets or (target.arch,))
 
     def expected_instruction(self, target: Target) -> str:
         """The beginning of the matrix instruction's name in PTX or in AMD's assembly."""

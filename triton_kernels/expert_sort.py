@@ -143,16 +143,16 @@ def sort_by_expert(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sort `ids` `[T, k]` int32; returns `order` `[T * k]` and `offsets` `[num_experts + 1]`, both int32.
 
-    `num_experts` counts the experts held here, `expert_map` `[global experts]` int32 gives each global id's number
-    among them, -1 where another rank holds it; without a map ids are those numbers. Expert `e` has the pairs
-    `order[offsets[e]:offsets[e + 1]]`. Ids that name no expert held here (-1, out of range) are dropped: their pairs
-    stand behind `offsets[num_experts]`, which no expert reaches.
+    `num_experts` counts the experts held here (0 where other ranks hold them all), `expert_map` `[global experts]`
+    int32 gives each global id's number among them, -1 where another rank holds it; without a map ids are those numbers.
+    Expert `e` has the pairs `order[offsets[e]:offsets[e + 1]]`. Ids that name no expert held here (-1, out of range)
+    are dropped: their pairs stand behind `offsets[num_experts]`, which no expert reaches.
 
     Raises TypeError or ValueError naming the argument, before anything is allocated or launched.
     """
     check_tensor("sort_by_expert", "ids", ids, (None, None), (torch.int32,))
-    if not isinstance(num_experts, int) or not 0 < num_experts <= MAX_EXPERTS:
-        raise ValueError(f"sort_by_expert: num_experts is {num_experts!r}; expected 1 to {MAX_EXPERTS}")
+    if not isinstance(num_experts, int) or not 0 <= num_experts <= MAX_EXPERTS:
+        raise ValueError(f"sort_by_expert: num_experts is {num_experts!r}; expected 0 to {MAX_EXPERTS}")
     if expert_map is not None:
         check_tensor("sort_by_expert", "expert_map", expert_map, (None,), (torch.int32,), ids.device)
         expert_map = expert_map.contiguous()

@@ -25,7 +25,7 @@ from inkling_kernels.compile_case import NO_MATRIX, CompileCase
 from inkling_kernels.fp8 import fp8_fn, fp8_ref
 from inkling_kernels.norm import normed_fn, rms_norm_ref
 from inkling_kernels.ragged import FLOATS, check_config, check_tensor, sequence_tile_fn
-from inkling_kernels.rel_attention_tile import FP8_KINDS, cache_operands
+from inkling_kernels.rel_attention_tile import FP8_KINDS, cache_operands, check_scales
 from inkling_kernels.short_conv import check_conv, convolved_fn, convolved_ref, keep_fn, owner_fn
 from inkling_kernels.target import Target
 
@@ -272,15 +272,14 @@ def _check(
     check_tensor(op, "slot_mapping", slot_mapping, (rows,), (torch.int64,), qkvr.device)
     if rows > 1 and slot_mapping.stride(0) != 1:
         raise ValueError(f"{op}: slot_mapping has stride {slot_mapping.stride(0)}; expected a contiguous tensor")
+    if not isinstance(kv_cache, tuple) or len(kv_cache) != 2:
+        raise TypeError(f"{op}: kv_cache is {type(kv_cache).__name__}; expected a tuple (k_pages, v_pages)")
     wanted = (qkvr.dtype,) if kv_scales is None else tuple(FP8_KINDS)
     for name, pages in zip(("k_pages", "v_pages"), kv_cache, strict=True):
         check_tensor(op, name, pages, (*kv_cache[0].shape[:2], kv_heads, head_dim), wanted, qkvr.device)
     if kv_cache[1].dtype != kv_cache[0].dtype:
         raise TypeError(f"{op}: v_pages is {kv_cache[1].dtype} and k_pages {kv_cache[0].dtype}; expected one type")
-    if kv_scales is not None:
-        entries = kv_heads if len(kv_scales[0]) > 1 else 1
-        for name, scale in zip(("k_scale", "v_scale"), kv_scales, strict=True):
-            check_tensor(op, name, scale, (entries,), (torch.float32,), qkvr.device)
+    check_scales(op, kv_cache[0], kv_scales)
     room = kv_cache[0].shape[0] * kv_cache[0].shape[1]
     if qkvr.device.type == "cpu" and rows and int(slot_mapping.max()) >= room:
         raise ValueError(

@@ -173,7 +173,7 @@ def moe_experts(
     them waits for nothing, those other than -1 are an error. Raises TypeError or ValueError naming the argument, before
     anything is launched.
     """
-    tokens, hidden, width = _check(x, w13, w2, ids, weights)
+    tokens, hidden, width = check_experts(x, w13, w2, ids, weights)
     experts, top_k = w13.num_experts, ids.shape[1]
     out = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
     plan = moe_experts_plan(
@@ -183,18 +183,34 @@ def moe_experts(
         return out
     if plan.tiles == 0 or experts == 0:
         return out.zero_()
+    pairs = sorted_pairs(ids, experts, plan, target)
+    inner = torch.empty(ids.numel(), width, dtype=x.dtype, device=x.device)
+    _multiply(inner, x, w13, pairs, top_k, plan, unpack_asm(target), gated=True)
+    each = torch.empty(ids.numel(), hidden, dtype=x.dtype, device=x.device)
+    _multiply(each, inner, w2, pairs, top_k, plan, unpack_asm(target), gated=False)
+    return weighted_sum(out, each, ids, weights, experts, plan)
+
+
+def sorted_pairs(
+    ids: torch.Tensor, experts: int, plan: MoePlan, target: Target | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The pairs in the order of their experts, each expert's first place there, and each tile's expert and first place
+    (`plan.tiles` of either)."""
     order, offsets = sort_by_expert(ids, experts, target=target)
-    tile_map = torch.empty(2, plan.tiles, dtype=torch.int32, device=x.device)
+    tile_map = torch.empty(2, plan.tiles, dtype=torch.int32, device=ids.device)
     _tiles_kernel[(triton.cdiv(plan.tiles, 16),)](
         tile_map, offsets, plan.tiles, experts, BLOCK_M=plan.config.block_m, BLOCK_T=16, num_warps=4,
         BLOCK_E=max(16, triton.next_power_of_2(experts)), enable_fp_fusion=True,
     )  # fmt: skip
-    inner = torch.empty(len(order), width, dtype=x.dtype, device=x.device)
-    _multiply(inner, x, w13, (order, offsets, tile_map), top_k, plan, unpack_asm(target), gated=True)
-    each = torch.empty(len(order), hidden, dtype=x.dtype, device=x.device)
-    _multiply(each, inner, w2, (order, offsets, tile_map), top_k, plan, unpack_asm(target), gated=False)
+    return order, offsets, tile_map
+
+
+def weighted_sum(
+    out: torch.Tensor, each: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: int, plan: MoePlan
+) -> torch.Tensor:
+    """Add each token's results `[T * k, H]`, weighed, into `out` `[T, H]`, contiguous both; returns `out`."""
     _sum_kernel[plan.sum_grid](
-        out, each, ids, weights, tokens, top_k, experts, hidden, *ids.stride(), *weights.stride(),
+        out, each, ids, weights, len(ids), ids.shape[1], experts, out.shape[1], *ids.stride(), *weights.stride(),
         BLOCK_T=plan.sum_block[0], BLOCK_H=plan.sum_block[1], num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return out
@@ -227,7 +243,7 @@ def _multiply(
     )  # fmt: skip
 
 
-def _check(
+def check_experts(
     x: torch.Tensor, w13: ExpertWeight, w2: ExpertWeight, ids: torch.Tensor, weights: torch.Tensor
 ) -> tuple[int, int, int]:
     """Check all arguments; (tokens, hidden size, expert width)."""

@@ -33,11 +33,14 @@ class MoeConfig:
 
     def shared_bytes(self, format: str, itemsize: int) -> int:
         """Shared memory that a program needs at most: each stage's tiles, for codes also the unpacked tile, and what
-        the results pass through on their way to memory."""
+        the results pass through on their way to memory. `format` "native": codes are multiplied as they are, with
+        tokens of a byte at most."""
         block_k = self.columns(itemsize)
         weights, tokens = self.block_n * block_k * itemsize, self.block_m * block_k * itemsize
         packed = weights if format == "bf16" else self.block_n * block_k * 9 // 16
-        unpacked = 0 if format == "bf16" else weights
+        unpacked = 0 if format in ("bf16", "native") else weights
+        if format == "native":
+            tokens = self.block_m * block_k * 17 // 16
         return max(self.num_stages * (packed + tokens) + unpacked, self.block_m * self.block_n * 4) + 1024
 
     def problems(self, target: Target, *, format: str = "bf16", itemsize: int = 2) -> tuple[str, ...]:

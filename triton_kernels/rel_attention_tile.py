@@ -214,10 +214,18 @@ def check_arguments(
         raise ValueError(f"{op}: window is {window!r}; expected a positive int, or None for full attention")
     if not isinstance(scale, (int, float)) or not 0 < scale < float("inf"):
         raise ValueError(f"{op}: scale is {scale!r}; expected a positive finite number (1 / head_dim)")
-    _check_scales(op, k_pages, kv_scales)
+    if len(q) and len(kv_lens) == 0:
+        raise ValueError(f"{op}: kv_lens is empty and q has {len(q)} rows; expected at least one sequence")
+    check_scales(op, k_pages, kv_scales)
+    room = block_table.shape[1] * page
+    if isinstance(max_kv_len, int) and max_kv_len > room:
+        raise ValueError(
+            f"{op}: block_table has {block_table.shape[1]} pages of {page} tokens a sequence; max_kv_len {max_kv_len} "
+            f"needs {-(-max_kv_len // page)}"
+        )
     if q.device.type == "cpu":
         starts, lengths = cu_seqlens.tolist(), kv_lens.tolist()
-        _check_lengths(op, len(q), block_table.shape[1] * page, starts, lengths)
+        _check_lengths(op, len(q), room, starts, lengths)
         check_bounds(op, starts, lengths, max_query_len, max_kv_len)
     else:
         check_bounds(op, [0], [], max_query_len, max_kv_len)
@@ -249,7 +257,8 @@ def cache_operands(
     return (k_pages.view(torch.uint8), v_pages.view(torch.uint8)), kv_scales, int(per_head)
 
 
-def _check_scales(op: str, k_pages: torch.Tensor, kv_scales: tuple[torch.Tensor, torch.Tensor] | None) -> None:
+def check_scales(op: str, k_pages: torch.Tensor, kv_scales: tuple[torch.Tensor, torch.Tensor] | None) -> None:
+    """Raise TypeError or ValueError for scales that do not belong to such a cache."""
     if (kv_scales is not None) != (k_pages.dtype in FP8_KINDS):
         wanted = "(k_scale, v_scale)" if kv_scales is None else "None"
         raise ValueError(f"{op}: kv_scales is {kv_scales!r} for a {k_pages.dtype} cache; expected {wanted}")
@@ -258,6 +267,8 @@ def _check_scales(op: str, k_pages: torch.Tensor, kv_scales: tuple[torch.Tensor,
     if not isinstance(kv_scales, tuple) or len(kv_scales) != 2:
         raise TypeError(f"{op}: kv_scales is {kv_scales!r}; expected a tuple (k_scale, v_scale)")
     for name, scale in zip(("k_scale", "v_scale"), kv_scales, strict=True):
+        if not isinstance(scale, torch.Tensor):
+            raise TypeError(f"{op}: {name} is {type(scale).__name__}; expected a torch.Tensor")
         if scale.dtype != torch.float32 or scale.dim() != 1 or len(scale) not in (1, k_pages.shape[2]):
             raise ValueError(
                 f"{op}: {name} is {scale.dtype} {tuple(scale.shape)}; expected float32 [1] or [{k_pages.shape[2]}]"
@@ -266,6 +277,8 @@ def _check_scales(op: str, k_pages: torch.Tensor, kv_scales: tuple[torch.Tensor,
             raise ValueError(
                 f"{op}: v_scale has {len(scale)} entries and k_scale {len(kv_scales[0])}; expected one number"
             )
+        if len(scale) > 1 and scale.stride(0) != 1:
+            raise ValueError(f"{op}: {name} has stride {scale.stride(0)}; expected a contiguous tensor")
         if scale.device != k_pages.device:
             raise ValueError(
                 f"{op}: {name} is on {scale.device} and k_pages on {k_pages.device}; move them to one device"

@@ -162,21 +162,25 @@ def rel_attention(
 ) -> torch.Tensor:
     """`rel_attention_ref`, for up to `FEW` rows in one call."""
     (rows, heads, dim), (pages, page, kv_heads, _), (d_rel, extent) = q.shape, k_pages.shape, proj.shape
-    tensors, where = (q, r, k_pages, v_pages, proj), (block_table, cu_seqlens, kv_lens)
-    batch, seen, like = len(kv_lens), window or 1 << 62, LIKE.get(q.dtype)
+    (batch, width), where = block_table.shape, (block_table, cu_seqlens, kv_lens)
+    seen, like = window or 1 << 62, LIKE.get(q.dtype)
     fits = (
         rows <= FEW
         and like is not None
-        and all(tensor.dtype == q.dtype for tensor in tensors)
+        and q.dtype == r.dtype == k_pages.dtype == v_pages.dtype == proj.dtype
+        and block_table.dtype == cu_seqlens.dtype == kv_lens.dtype == torch.int32
         and k_pages.stride(3) == v_pages.stride(3) == 1
-        and all(tensor.dtype == torch.int32 and tensor.is_contiguous() for tensor in where)
+        and block_table.is_contiguous()
+        and cu_seqlens.is_contiguous()
+        and kv_lens.is_contiguous()
         and r.shape == (rows, heads, d_rel)
         and k_pages.shape == v_pages.shape == (pages, page, kv_heads, dim)
         and heads % kv_heads == 0
-        and len(block_table) == batch == len(cu_seqlens) - 1
-        and not records(*tensors)
+        and kv_lens.shape == (batch,)
+        and cu_seqlens.shape == (batch + 1,)
+        and not records(q, r, k_pages, v_pages, proj)
     )
-    table = block_table.data_ptr(), block_table.shape[1], cu_seqlens.data_ptr(), kv_lens.data_ptr()
+    table = block_table.data_ptr(), width, cu_seqlens.data_ptr(), kv_lens.data_ptr()
     if not fits or not _sound(*table, batch, rows, page, pages, seen):
         return rel_attention_ref(q, r, k_pages, v_pages, proj, *where, window=window, scale=scale)
     # What belongs to a distance lies side by side, as the model keeps it.
@@ -187,6 +191,6 @@ def rel_attention(
         *v_pages.stride()[:3], proj.data_ptr(), *table, rows, batch, heads, kv_heads, dim, d_rel, extent, page, seen,
         scale,
     )  # fmt: skip
-    parts = min(parts_of(rows * min(block_table.shape[1] * page, seen) * dim * kv_heads, _LEAST), rows * kv_heads)
+    parts = min(parts_of(rows * min(width * page, seen) * dim * kv_heads, _LEAST), rows * kv_heads)
     _rel_attention_part(0, 1, *call) if parts == 1 else _rel_attention_parallel(parts, *call)
     return y

@@ -193,7 +193,7 @@ def qkvr_prep(
     log_scaling_alpha: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`qkvr_prep_ref`, with state and cache in one call whatever the number of rows."""
-    q_size, kv_size, rows = num_heads * head_dim, num_kv_heads * head_dim, len(qkvr)
+    q_size, kv_size, rows = num_heads * head_dim, num_kv_heads * head_dim, qkvr.shape[0]
     tensors, batch = (qkvr, q_norm, k_norm, *(kv_cache or ())), None
     if state is not None and kv_cache is not None and slot_mapping is not None and not records(conv_weight, *tensors):
         kv = qkvr[:, q_size : q_size + 2 * kv_size]
@@ -235,18 +235,18 @@ def _batch_of(
     kv_lens: torch.Tensor,
 ) -> tuple[int, ...] | None:
     """What the kernels take of a convolution's weight, state and batch; None where they are not made for it."""
-    batch = len(kv_lens)
-    sequences, ring, size = (batch, weight.shape[1], x.shape[1]) if state is None else state.shape
+    (batch,), width = kv_lens.shape, weight.shape[1]
+    sequences, ring, size = (batch, width, x.shape[1]) if state is None else state.shape
     fits = (
         x.dtype in LIKE
         and (state is None or (state.dtype == x.dtype and state.stride(2) == 1))
         and (size,) == x.shape[1:] == weight.shape[:1]
-        and ring >= max(weight.shape[1] - 1, 1)
+        and ring >= max(width - 1, 1)
         and weight.dtype == torch.float32
         and weight.is_contiguous()
         and x.stride(1) == 1
         and slots.shape == (batch,)
-        and len(cu_seqlens) == batch + 1
+        and cu_seqlens.shape == (batch + 1,)
         and slots.dtype == cu_seqlens.dtype == kv_lens.dtype == torch.int32
         and slots.is_contiguous()
         and cu_seqlens.is_contiguous()
@@ -256,4 +256,4 @@ def _batch_of(
         return None
     pointers = slots.data_ptr(), cu_seqlens.data_ptr(), kv_lens.data_ptr()
     kept = (0, 0, 0) if state is None else (state.data_ptr(), *state.stride()[:2])
-    return weight.data_ptr(), weight.shape[1], *kept, ring, *pointers, sequences, batch
+    return weight.data_ptr(), width, *kept, ring, *pointers, sequences, batch

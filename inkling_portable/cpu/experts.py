@@ -25,6 +25,7 @@ from inkling_portable.cpu.tiles import (
     dots_fn,
     four_fn,
     gate_fn,
+    helper,
     kernel,
     parallel_kernel,
     parts_of,
@@ -37,6 +38,8 @@ from inkling_portable.cpu.tiles import (
 
 #: Multiplications below which another thread costs more than it saves.
 _LEAST = 1 << 16
+#: Columns of the second weight that are turned at a time: they stay in the nearer caches.
+_COLUMNS = 256
 
 
 @kernel
@@ -100,42 +103,60 @@ def _up_parallel(
         )
 
 
+@helper
+def _add_turned_fn(out, like, hidden, width, tokens, turned, made, w, row_stride):
+    """Add to some columns of the rows `tokens` of `out` the products of `hidden` with those columns' weight rows."""
+    size = out.shape[1]
+    for n in range(size):
+        row = row_fn(like, w + n * row_stride * like.itemsize, width)
+        for k in range(width):
+            turned[k, n] = widen_fn(row[k])
+    for p in range(0, tokens.size, 4):
+        for i in range(4):
+            clear_fn(made[i])
+        for k in range(0, width, 4):
+            four = turned[k, :size], turned[k + 1, :size], turned[k + 2, :size], turned[k + 3, :size]
+            blend_fn(made[0, :size], made[1, :size], made[2, :size], made[3, :size], hidden[p : p + 4, k : k + 4], four)
+        for i in range(min(4, tokens.size - p)):
+            row = out[tokens[p + i]]
+            for n in range(size):
+                row[n] += made[i, n]
+
+
 @kernel
-def _down_part(part, parts, like, out, hidden, width, order, offsets, top_k, w, stride, row_stride, few):
-    """Columns of `out` `[T, H]` float32."""
-    begin, end = span_fn(out.shape[1], part, parts)
-    size = end - begin
-    # A row length that is no power of two, lest its columns fall on each other in the processor's cache.
-    turned, spare = np.empty((width + 4, (size + 15) // 16 * 16 + 16), np.float32), np.empty(size, np.float32)
+def _down_part(part, parts, like, out, outs, hidden, width, order, offsets, top_k, w, stride, row_stride, few):
+    """Some columns of the result, which lie together in `out` float32: what two cores write shall not be neighbours."""
+    begin, end = span_fn(outs, part, parts)
+    rows = order.size // top_k
+    own = out[rows * begin : rows * end].reshape(rows, end - begin)
+    # Rows of no power of two, lest they fall on each other in the processor's cache.
+    turned, made = np.empty((width + 4, _COLUMNS + 16), np.float32), np.empty((4, _COLUMNS + 16), np.float32)
     for k in range(width, width + 4):
         clear_fn(turned[k])
-    for t in range(len(out)):
-        clear_fn(out[t, begin:end])
+    for t in range(rows):
+        clear_fn(own[t])
+    tokens = np.empty(order.size, np.int32)
+    for p in range(order.size):
+        tokens[p] = order[p] // top_k
     for e in range(offsets.size - 1):
-        first, last = offsets[e], offsets[e + 1]
-        base = w + (e * stride + begin * row_stride) * like.itemsize
-        for n in range(size if first < last else 0):
-            row = row_fn(like, base + n * row_stride * like.itemsize, width)
-            if few:
+        first, last, base = offsets[e], offsets[e + 1], w + e * stride * like.itemsize
+        if few:
+            for n in range(begin, end if first < last else begin):
+                row = row_fn(like, base + n * row_stride * like.itemsize, width)
                 for p in range(first, last):
-                    out[order[p] // top_k, begin + n] += dot_fn(hidden[p, :width], row)
-            else:
-                for k in range(width):
-                    turned[k, n] = widen_fn(row[k])
-        for p in range(first, first if few else last, 4):
-            y0 = out[order[p] // top_k, begin:end]
-            y1 = out[order[p + 1] // top_k, begin:end] if p + 1 < last else spare
-            y2 = out[order[p + 2] // top_k, begin:end] if p + 2 < last else spare
-            y3 = out[order[p + 3] // top_k, begin:end] if p + 3 < last else spare
-            for k in range(0, width, 4):
-                four = turned[k, :size], turned[k + 1, :size], turned[k + 2, :size], turned[k + 3, :size]
-                blend_fn(y0, y1, y2, y3, hidden[p : p + 4, k : k + 4], four)
+                    own[tokens[p], n - begin] += dot_fn(hidden[p, :width], row)
+        else:
+            for n in range(begin, end if first < last else begin, _COLUMNS):
+                columns = own[:, n - begin : min(n + _COLUMNS, end) - begin]
+                some = base + n * row_stride * like.itemsize
+                pairs = hidden[first : last + 4]
+                _add_turned_fn(columns, like, pairs, width, tokens[first:last], turned, made, some, row_stride)
 
 
 @parallel_kernel
-def _down_parallel(parts, like, out, hidden, width, order, offsets, top_k, w, stride, row_stride, few):
+def _down_parallel(parts, like, out, outs, hidden, width, order, offsets, top_k, w, stride, row_stride, few):
     for part in prange(parts):
-        _down_part(part, parts, like, out, hidden, width, order, offsets, top_k, w, stride, row_stride, few)
+        _down_part(part, parts, like, out, outs, hidden, width, order, offsets, top_k, w, stride, row_stride, few)
 
 
 def moe_experts(
@@ -159,12 +180,23 @@ def moe_experts(
     if not fits or not _sort(order, offsets, ids.data_ptr(), experts):
         return moe_experts_ref(x, w13, w2, ids, weights)
     # The last group of 4 reads past the pairs, and past a width that is no multiple of 4.
-    hidden, out = np.zeros((len(order) + 4, -(-width // 4) * 4), np.float32), torch.empty(rows, outs)
+    hidden, out = np.zeros((len(order) + 4, -(-width // 4) * 4), np.float32), torch.empty(rows * outs)
     up = (
         hidden, width, order, offsets, weights.data_ptr(), top_k, x.data_ptr(), x.stride(0), w13.data.data_ptr(),
         *w13.data.stride()[:2], inputs,
     )  # fmt: skip
-    down = out.numpy(), hidden, width, order, offsets, top_k, w2.data.data_ptr(), *w2.data.stride()[:2], rows <= FEW
+    down = (
+        out.numpy(),
+        outs,
+        hidden,
+        width,
+        order,
+        offsets,
+        top_k,
+        w2.data.data_ptr(),
+        *w2.data.stride()[:2],
+        rows <= FEW,
+    )
     parts = parts_of(len(order) * width * inputs, _LEAST)
     if parts == 1:
         _up_part(0, 1, like, *up)
@@ -172,4 +204,6 @@ def moe_experts(
     else:
         _up_parallel(parts, like, *up)
         _down_parallel(parts, like, *down)
-    return out.to(x.dtype)
+    spans = (span_fn.py_func(outs, part, parts) for part in range(parts))
+    columns = [out[rows * begin : rows * end].view(rows, end - begin) for begin, end in spans]
+    return (columns[0] if parts == 1 else torch.cat(columns, 1)).to(x.dtype)

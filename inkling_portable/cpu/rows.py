@@ -35,7 +35,7 @@ from inkling_portable.cpu.tiles import (
 )
 
 #: Bytes of weights below which another thread costs more than it saves.
-_LEAST = 1 << 17
+_LEAST = 1 << 18
 
 
 @kernel
@@ -95,7 +95,7 @@ def _rms_norm(like, y, x, w, rows, size, eps):
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """`rms_norm_ref`, for up to `FEW` rows in one call."""
     like, fits = LIKE.get(x.dtype), weight.dtype == x.dtype and weight.is_contiguous() and weight.shape == x.shape[1:]
-    if like is None or not fits or len(x) > FEW or records(x, weight):
+    if like is None or not fits or x.shape[0] > FEW or records(x, weight):
         return rms_norm_ref(x, weight, eps)
     x = x.contiguous()
     y = torch.empty_like(x)
@@ -118,7 +118,7 @@ def _silu_mul(like, y, x, scale, rows, size):
 
 def silu_mul(x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
     """`silu_mul_ref`, for up to `FEW` rows, and a float32 scale of each value, in one call."""
-    like, rows, size = LIKE.get(x.dtype), len(x), x.shape[-1] // 2
+    like, rows, size = LIKE.get(x.dtype), x.shape[0], x.shape[-1] // 2
     fits = rows <= FEW and like is not None and x.shape == (rows, 2 * size) and not records(x)
     if scale is not None:
         fits = fits and scale.dtype == torch.float32 and scale.shape == (rows, size) and not records(scale)
@@ -173,7 +173,7 @@ def routing(
     logits: torch.Tensor, bias: torch.Tensor, global_scale: torch.Tensor, *, top_k: int, route_scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`routing_ref`, for up to `FEW` rows in one call, whose exponentials are float64 and round once."""
-    (rows, columns), experts = logits.shape, len(bias)
+    (rows, columns), (experts,) = logits.shape, bias.shape
     fits = logits.dtype == bias.dtype == global_scale.dtype == torch.float32 and global_scale.numel() == 1
     if rows > FEW or not fits or not 0 < top_k <= experts <= columns or records(logits, global_scale):
         return routing_ref(logits, bias, global_scale, top_k=top_k, route_scale=route_scale)

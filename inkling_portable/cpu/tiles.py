@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import threading
 import zlib
 from collections.abc import Callable
 from functools import cache
@@ -76,12 +77,18 @@ def _most_threads() -> int:
     return numba.config.NUMBA_NUM_THREADS
 
 
+#: What this thread last set: to ask numba takes longer.
+_running = threading.local()
+
+
 def parts_of(size: int, least: int) -> int:
     """How many threads share work of `size`, of which a part should have at least `least`: torch's number at most."""
     parts = min(size // least, torch.get_num_threads(), _most_threads())
     if parts <= 1:
         return 1
-    numba.set_num_threads(parts)
+    if getattr(_running, "parts", None) != parts:
+        numba.set_num_threads(parts)
+        _running.parts = parts
     return parts
 
 

@@ -102,7 +102,10 @@ def amd_usage(assembly: str) -> tuple[int, int]:
     return numbers["vgpr_count"], numbers["private_segment_fixed_size"]
 
 
-MATRIX = re.compile(r"\b(tcgen05\.mma|wgmma\.mma_async|mma\.sync|v_mfma_scale|v_mfma|v_wmma|v_swmmac)\w*[\w.:]*")
+# NVIDIA's block-scaled instructions are the others' with a kind of their own.
+MATRIX = re.compile(
+    r"\b((?:tcgen05\.mma|mma\.sync)(?:[\w.:]*?kind::mx\w+)?|wgmma\.mma_async|v_mfma_scale|v_mfma|v_wmma|v_swmmac)\w*[\w.:]*"
+)
 
 
 def narrow_addresses(ttir: str, allowed: tuple[str, ...]) -> list[str]:
@@ -266,7 +269,7 @@ def main() -> int:
     jobs = []
     for target in targets:
         for name, found in cases.items():
-            for case in found:
+            for case in (case for case in found if case.includes(target)):
                 old = entries.get((name, case.name, target.arch, triton.__version__))
                 if old is None or old["sources"] != hashes[name] or old["problems"]:
                     jobs.append((name, case, target))

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mutants import broken
 from on_device import on_device
 
 from inkling_kernels import batch_invariant
-from inkling_kernels.batch_invariant import DEFAULT, SPLIT_KEYS, LinearConfig, linear, linear_plan, linear_ref
+from inkling_kernels.batch_invariant import SPLIT_KEYS
+from inkling_kernels.linear import DEFAULT, LinearConfig, linear, linear_plan, linear_ref
 from inkling_kernels.numerics import ExpertWeight
 from inkling_kernels.rel_attention_decode import rel_attention_decode
 from inkling_kernels.rel_attention_plan import rel_attention_decode_plan
@@ -109,3 +112,30 @@ def test_a_bad_argument_is_named(change: dict, error: type[Exception], message: 
     arguments = {"x": torch.zeros(2, 9, device="meta"), "weight": torch.zeros(3, 9, device="meta")} | change
     with pytest.raises(error, match=f"linear: .*{message}"):
         linear(**arguments, target=Target.parse("sm90"))
+
+
+FILES = ("target", "compile_case", "ragged", "linear")
+BROKEN = [
+    ("the last columns lost", "range(0, columns, BLOCK_K)", "range(0, columns - BLOCK_K, BLOCK_K)"),
+    ("columns past the end read", "held = column < columns", "held = column < columns + 1"),
+    ("not summed", "tl.dot(x, w, total,", "tl.dot(x, w, total * 0,"),
+    ("tiles exchanged", "place % size", "place // size % size"),
+    ("the first group alone", "group * GROUP_M + place % size", "place % size"),
+]  # fmt: skip
+
+
+def test_every_broken_copy_is_caught(
+    kernel_device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    x, weight = guarded(normal(1, 40, 70), 120), guarded(normal(2, 40, 70), 120)
+    exact, size = x.double() @ weight.double().T, x.double().abs() @ weight.double().abs().T
+    caught = []
+    for number, (name, text, instead) in enumerate([("unbroken", "tl.dot", "tl.dot"), *BROKEN]):
+        module = broken(tmp_path, f"broken_linear_{number}", FILES, "linear", text, instead)["linear"]
+        config = module.LinearConfig(block_m=16, block_n=16, block_k=32, group_m=2)
+        found = on_device(module.linear, kernel_device)(x, weight, config=config)
+        if not ((found.double() - exact).abs() <= tolerance(found.dtype, size)).all():
+            caught.append(name)
+    with capsys.disabled():
+        print(f"\n{len(caught)} of {len(BROKEN)} broken copies of the fixed product caught")
+    assert caught == [name for name, *_ in BROKEN]

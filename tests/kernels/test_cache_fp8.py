@@ -145,5 +145,5 @@ def test_scales_and_type_belong_together(kernel_device: torch.device) -> None:
         prepare(x, torch.zeros(1, 1, 1, D), [1.0], kernel_device)
     with pytest.raises(TypeError, match=r"k_pages is torch\.float8_e4m3fn; expected torch\.float32"):
         prepare(x, torch.zeros(1, 1, 1, D, dtype=torch.float8_e4m3fn), None, kernel_device)
-    with pytest.raises(ValueError, match=r"k_scale has shape \[3\]; expected \[1\]"):
+    with pytest.raises(ValueError, match=r"k_scale is torch\.float32 \(3,\); expected float32 \[1\]"):
         prepare(x, torch.zeros(1, 1, 1, D, dtype=torch.float8_e4m3fn), [1.0, 1.0, 1.0], kernel_device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -68,6 +70,31 @@ def test_c5_empty_one_hot_and_full_tiles(kernel_device: torch.device, tokens: in
     check(kernel_device, np.full((tokens, 2), 2**31 - 1, np.int32), 8)
 
 
+@pytest.mark.parametrize("ranks", [1, 3, 8, 300])
+def test_expert_parallel_ranks_share_the_pairs_out(kernel_device: torch.device, ranks: int) -> None:
+    """258 experts and sinks in runs over ranks, the last of 300 with none: every pair is one rank's, in its place."""
+    rng = np.random.default_rng(ranks)
+    chosen = np.argsort(rng.random((9, 256)), 1)[:, :6]
+    ids = np.concatenate([chosen, np.full((9, 1), 256), np.full((9, 1), 257)], 1).astype(np.int32)
+    seen: list[int] = []
+    for rank in range(ranks) if ranks < 9 else (0, 113, 256, 257, 258, 299):
+        bounds = [258 * at // ranks if ranks < 258 else min(at, 258) for at in (rank, rank + 1)]
+        local = np.full(258, -1, np.int32)
+        held = np.arange(*bounds)
+        local[held] = held - bounds[0]
+        check(kernel_device, ids, len(held), local)
+        order, offsets = (
+            x.tolist()
+            for x in sort_by_expert(
+                torch.from_numpy(ids).to(kernel_device), len(held), expert_map=torch.from_numpy(local).to(kernel_device)
+            )
+        )
+        for expert, pairs in enumerate(pairwise(offsets)):
+            assert all(ids.ravel()[pair] == bounds[0] + expert for pair in order[slice(*pairs)])
+        seen += order[: offsets[-1]]
+    assert ranks > 8 or sorted(seen) == list(range(72))
+
+
 def test_strided_ids(kernel_device: torch.device) -> None:
     wide = torch.randint(0, 9, (12, 8), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
     part = wide.to(kernel_device)[:, 1:7]
@@ -105,8 +132,8 @@ def test_bad_arguments(kernel_device: torch.device) -> None:
         sort_by_expert(ids.long(), 4)
     with pytest.raises(ValueError, match=r"ids has shape \[4\]; expected \[any, any\]"):
         sort_by_expert(ids.flatten(), 4)
-    for count in (0, 2000):
-        with pytest.raises(ValueError, match=f"num_experts is {count}; expected 1 to 1024"):
+    for count in (-1, 2000):
+        with pytest.raises(ValueError, match=f"num_experts is {count}; expected 0 to 1024"):
             sort_by_expert(ids, count)
     with pytest.raises(TypeError, match=r"expert_map is torch\.int64"):
         sort_by_expert(ids, 4, expert_map=torch.zeros(4, dtype=torch.int64, device=kernel_device))

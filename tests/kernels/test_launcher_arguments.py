@@ -28,6 +28,10 @@ def int32(*shape: int) -> torch.Tensor:
     return meta(*shape, dtype=torch.int32)
 
 
+FP8 = meta(2, 16, 2, 16, dtype=torch.float8_e4m3fn)
+E5M2 = meta(2, 16, 2, 16, dtype=torch.float8_e5m2)
+
+
 def arguments(op: Callable[..., Any]) -> dict[str, Any]:
     """What the launcher takes, on the meta device, where reading a value or launching would be an error of its own."""
     where = {"slots": int32(2), "cu_seqlens": int32(3), "kv_lens": int32(2)}
@@ -91,6 +95,14 @@ BAD = [
     (qkvr_prep, {"kv_cache": (meta(2, 16, 2, 16), meta(2, 16, 1, 16))}, ValueError, "v_pages has shape"),
     (qkvr_prep, {"kv_cache": (meta(2, 16, 2, 16, dtype=torch.float16),) * 2}, TypeError, "k_pages is torch.float16"),
     (qkvr_prep, {"log_scaling_n_floor": 0}, ValueError, "log_scaling_n_floor is 0"),
+    (qkvr_prep, {"kv_cache": [meta(2, 16, 2, 16)] * 2}, TypeError, "kv_cache is list; expected a tuple"),
+    (qkvr_prep, {"kv_cache": (FP8, FP8)}, TypeError, "k_pages is torch.float8_e4m3fn; expected torch.float32"),
+    (qkvr_prep, {"kv_cache": (E5M2, E5M2), "kv_scales": (meta(2), meta(2))}, TypeError, "k_pages is torch.float8_e5m2"),
+    (qkvr_prep, {"kv_cache": (FP8, FP8), "kv_scales": (1.0, 1.0)}, TypeError, "k_scale is float; expected a torch.T"),
+    (qkvr_prep, {"kv_cache": (FP8, FP8), "kv_scales": (meta(3), meta(3))}, ValueError,
+     r"k_scale is torch.float32 \(3,\); expected float32 \[1\] or \[2\]"),
+    (qkvr_prep, {"kv_cache": (FP8, FP8), "kv_scales": (meta(2), meta(1))}, ValueError, "v_scale has 1 entries"),
+    (qkvr_prep, {"kv_cache": (FP8, FP8), "kv_scales": (meta(4)[::2], meta(2))}, ValueError, "k_scale has stride 2"),
     (qkvr_prep, {"kv_scales": (meta(2), meta(2))}, TypeError, "k_pages is torch.float32; expected torch.float8_e4m3fn"),
     (routing, {"logits": meta(4, 18, dtype=torch.bfloat16)}, TypeError,
      "logits are torch.bfloat16; the router computes in float32"),

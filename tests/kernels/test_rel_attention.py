@@ -25,7 +25,7 @@ from inkling_kernels.rel_attention_plan import (
     rel_attention_plan,
     takes_decode,
 )
-from inkling_kernels.rel_attention_tile import _widen_fn
+from inkling_kernels.rel_attention_tile import _widen_fn, meta_case
 from inkling_kernels.target import TARGETS, Target
 from inkling_kernels.testing import BOGUS_PAGE, PagedBatch, paged_batch
 
@@ -348,7 +348,7 @@ BAD = {
                    (lambda x: x + torch.tensor([0, 3, 0], dtype=torch.int32), ValueError, "rise from 0"),
                    (lambda x: x + torch.tensor([0, 0, 1], dtype=torch.int32), ValueError, "at most 4")],
     "kv_lens": [(int64, TypeError, "int32"), (lambda x: -x, ValueError, "negative"),
-                (lambda x: x + 2**30, ValueError, "too long"),
+                (lambda x: x + 2**30, ValueError, "too long"), (lambda x: x[:0], ValueError, "0 kv_lens, 3 cu_seqlens"),
                 (lambda x: x.tolist(), TypeError, "torch.Tensor"), (lambda x: x[None], ValueError, "1 dimensions")],
 }  # fmt: skip
 
@@ -368,12 +368,49 @@ def test_bad_arguments_are_named(name: str, change, error: type[Exception], mess
     [({"window": 0}, "window is 0"), ({"window": True}, "window is True"), ({"scale": 0.0}, "scale is 0"),
      ({"scale": float("nan")}, "scale is nan"), ({"kv_scales": (torch.ones(1), torch.ones(1))}, "expected None"),
      ({"max_query_len": 2}, "max_query_len is 2 and a sequence has 3"), ({"max_query_len": -1}, "max_query_len is -1"),
+     ({"max_kv_len": 33}, "block_table has 2 pages of 16 tokens a sequence; max_kv_len 33 needs 3"),
+     ({"kv_scales": (1.0, 1.0)}, "expected None"),
      ({"max_kv_len": 4}, "max_kv_len is 4 and a sequence has 5"), ({"max_kv_len": 8.0}, "max_kv_len is 8.0")],
 )  # fmt: skip
 def test_bad_options_are_named(options: dict, message: str) -> None:
     batch = batch_for_errors()
     with pytest.raises(ValueError, match=f"rel_attention: .*{message}"):
         rel_attention(*batch.args, **batch.options | options)
+
+
+def test_rows_of_no_sequence_are_refused() -> None:
+    batch = batch_for_errors()
+    none = dataclasses.replace(
+        batch, block_table=batch.block_table[:0], cu_seqlens=batch.cu_seqlens[:1], kv_lens=batch.kv_lens[:0]
+    )
+    with pytest.raises(ValueError, match="kv_lens is empty and q has 4 rows; expected at least one sequence"):
+        rel_attention(*none.args, **none.options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "scales", "error", "message"),
+    [(torch.float8_e5m2, (torch.ones(1), torch.ones(1)), TypeError, "k_pages is torch.float8_e5m2"),
+     (torch.float8_e4m3fn, None, ValueError, r"expected \(k_scale, v_scale\)"),
+     (torch.float8_e4m3fn, torch.ones(2), TypeError, "expected a tuple"),
+     (torch.float8_e4m3fn, (1.0, 1.0), TypeError, "k_scale is float"),
+     (torch.float8_e4m3fn, (torch.ones(3), torch.ones(3)), ValueError, r"expected float32 \[1\] or \[2\]"),
+     (torch.float8_e4m3fn, (torch.ones(4)[::2], torch.ones(2)), ValueError, "k_scale has stride 2")],
+)  # fmt: skip
+def test_bad_fp8_caches_are_named(kind: torch.dtype, scales: object, error: type[Exception], message: str) -> None:
+    batch = batch_for_errors()
+    batch.k_pages, batch.v_pages = batch.k_pages.to(kind), batch.v_pages.to(kind)
+    with pytest.raises(error, match=f"rel_attention: .*{message}"):
+        rel_attention(*batch.args, **batch.options, kv_scales=scales)
+
+
+def test_checks_read_no_tensor_of_a_device() -> None:
+    """On the meta device reading a length would be an error of its own."""
+    tensors, scales = meta_case(64, 8, 1024, 64, fp8=True)
+    options = {"window": None, "scale": 1 / 128, "kv_scales": scales, "target": Target.parse("sm90")}
+    with pytest.raises(ValueError, match="max_kv_len 16384 needs 1024"):
+        rel_attention(*tensors, **options, max_kv_len=16_384)
+    with pytest.raises(ValueError, match="window is -1"):
+        rel_attention(*tensors, **options | {"window": -1})
 
 
 def fp8(

@@ -17,7 +17,7 @@ from mutants import broken
 from inkling_kernels.testing import guarded
 
 FILES = ("target", "compile_case", "ragged", "norm", "embedding", "activation", "short_conv", "rel_attention_tile",
-         "fp8", "kv_cache", "routing", "expert_sort")  # fmt: skip
+         "fp8", "kv_cache", "routing", "expert_sort", "logits")  # fmt: skip
 Modules = dict[str, ModuleType]
 
 # op, name, file, text, what stands there instead
@@ -57,6 +57,24 @@ BROKEN = [
     ("short_conv", "slot -1 is a slot", "short_conv", "tl.where(slot >= 0, start", "tl.where(slot >= -1, start"),
     ("short_conv", "padding left as it was", "ragged", "tl.where(low == batch - 1, rows - begin, length)", "length"),
     ("short_conv", "tiles one sequence off", "ragged", "+ middle <= tile", "+ middle < tile"),
+    ("short_conv_norm", "squares of the last run of channels", "short_conv",
+     "scale += tl.sum(y * y, 1)", "scale = tl.sum(y * y, 1)"),
+    ("short_conv_norm", "mean over the runs", "short_conv",
+     "tl.sqrt(scale / channels + eps)", "tl.sqrt(scale / (channels + BLOCK_C) + eps)"),
+    ("short_conv_norm", "no eps", "short_conv", "scale / channels + eps", "scale / channels"),
+    ("short_conv_norm", "squares without the residual", "short_conv",
+     "            ).to(tl.float32)  # fmt: skip\n", "            ).to(tl.float32) * 0 + 1  # fmt: skip\n"),
+    ("short_conv_norm", "weight of the first run", "short_conv",
+     "norm_ptr + channel * norm_stride", "norm_ptr + (channel % BLOCK_C) * norm_stride"),
+    ("short_conv_norm", "rounds once", "short_conv",
+     "(y.to(tl.float32) * scale[:, None]).to(y.dtype).to(tl.float32)", "(y.to(tl.float32) * scale[:, None])"),
+    ("logits", "no scale", "logits", "tl.zeros([BLOCK], tl.float32) + divisor", "tl.zeros([BLOCK], tl.float32) + 1"),
+    ("logits", "the padding is looked at", "logits", "live = col < vocabulary", "live = col < vocabulary + 1"),
+    ("logits", "the first piece alone is looked at", "logits", "lost |= ", "lost |= (first == 0) & "),
+    ("logits", "infinity is a number", "logits", '< float("inf")', '<= float("inf")'),
+    ("logits", "NaN is a number", "logits",
+     'tl.where(tl.abs(y) < float("inf"), 0, 1)', 'tl.where(tl.abs(y) == float("inf"), 1, 0)'),
+    ("logits", "flags turned round", "logits", "(tl.max(lost, 0) == 0)", "(tl.max(lost, 0) != 0)"),
     ("qkvr_prep", "k by q's weight", "kv_cache", "tl.load(k_norm_ptr + dim)", "tl.load(q_norm_ptr + dim)"),
     ("qkvr_prep", "tau one late", "kv_cache", "n = (position + 1)", "n = position"),
     ("qkvr_prep", "no tau on r", "kv_cache", "if TAU:\n            x = ", "if TAU and is_q:\n            x = "),
@@ -139,6 +157,30 @@ def short_conv(m: Modules) -> Iterator[tuple[Any, Any]]:
     yield from zip(*states, strict=True)
 
 
+def short_conv_norm(m: Modules) -> Iterator[tuple[Any, Any]]:
+    """Three runs of channels, in the type in which the order of roundings shows."""
+    x, residual, norm_weight = (
+        normal(i, *shape, dtype=torch.bfloat16) for i, shape in enumerate([(9, 40)] * 2 + [(40,)])
+    )
+    where = None, int32(0, 1), int32(0, 4, 9), int32(4, 5)
+    config = m["short_conv"].ShortConvConfig(norm_channels=16)
+    weight = normal(3, 40, 4)
+    found = m["short_conv"].short_conv(
+        x, weight, *where, residual, norm_weight=norm_weight, eps=0.1, config=config
+    )  # fmt: skip
+    y = m["short_conv"].short_conv(x, weight, *where, residual)
+    yield from zip(found, (y, m["norm"].rms_norm_ref(y, norm_weight, 0.1)), strict=True)
+
+
+def logits(m: Modules) -> Iterator[tuple[Any, Any]]:
+    y = guarded(normal(0, 6, 40))
+    y[1, 38:] = float("nan")
+    y[2, 0], y[3, 37], y[4, 20] = float("nan"), float("inf"), -float("inf")
+    config = m["logits"].LogitsConfig(block=16)
+    found = m["logits"].logits(y, vocabulary=38, divisor=3.0, config=config)
+    yield from zip(found, m["logits"].logits_ref(y, vocabulary=38, divisor=3.0), strict=True)
+
+
 def prepared(m: Modules, name: str, fp8: torch.dtype | None = None) -> tuple[torch.Tensor, ...]:
     heads, kv_heads, dim, rows = 2, 2, 16, 14
     qkvr = guarded(normal(0, rows, (heads + 2 * kv_heads) * dim + heads * 16))
@@ -204,7 +246,18 @@ def expert_sort(m: Modules) -> Iterator[tuple[Any, Any]]:
 
 CHECKS: dict[str, Callable[[Modules], Iterator[tuple[Any, Any]]]] = {
     check.__name__: check
-    for check in (norm, embedding, silu_mul, short_conv, qkvr_prep, cache_fp8, routing, expert_sort)
+    for check in (
+        norm,
+        embedding,
+        silu_mul,
+        short_conv,
+        short_conv_norm,
+        logits,
+        qkvr_prep,
+        cache_fp8,
+        routing,
+        expert_sort,
+    )
 }
 
 

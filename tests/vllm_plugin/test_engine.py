@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -118,3 +121,26 @@ def test_the_kernels_themselves(run_engine: Run, tmp_path: Path) -> None:
     assert tokens(result["steps"][0]) == right
     assert tokens(result["steps"][1]) == [right[0][:2]]
     assert "rel_attention=triton" in result["log"]
+
+
+def test_what_cannot_be_served_is_refused_before_weights_are_read(run_engine: Run, tiny: Path, tmp_path: Path) -> None:
+    """Each error names the flag and what to use; those that vLLM finds itself name it too."""
+    unknown = tmp_path / "unknown"
+    shutil.copytree(tiny, unknown)
+    raw = json.loads((unknown / "config.json").read_text())
+    raw["quantization_config"] = {"quant_method": "quark", "export": {"kv_cache_group": []}, "global_quant_config": {
+        "weight": {"dtype": "int4", "group_size": 128}}}  # fmt: skip
+    (unknown / "config.json").write_text(json.dumps(raw))
+    drafts = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 3}}
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"attention_backend": "TRITON_ATTN"}, r"--attention-backend is TRITON_ATTN, but .* give CUSTOM"),
+        ({"dtype": "float16"}, r"--dtype is float16, .* use bfloat16"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, r"--kv-cache-dtype is fp8_e5m2, .* use auto or fp8"),
+        ({"block_size": 8}, r"--block-size is 8, .* use a multiple of 16"),
+        ({"moe_backend": "marlin"}, r"--moe-backend is marlin, .* use auto or one of .*aiter"),
+        (drafts, r"num_speculative_tokens.* is 3|num_speculative_tokens:3"),
+        ({"model": str(unknown)}, r"has weights of \(dtype, group_size\) .'int4', 128.; expected .'fp4', 32."),
+    ]
+    result = run_engine(tiny, [], refused=[arguments for arguments, _ in cases])
+    for (arguments, pattern), said in zip(cases, result["refused"], strict=True):
+        assert re.search(pattern, said), f"{arguments}: {said}"

@@ -3,6 +3,7 @@
 Job: `engine` (arguments of `LLM`), `steps`, each `prompts` and `max_tokens`, submitted at once; a prompt is a list of
 token ids, or an object with `tokens`, `image` and `audio` (paths). `interpret`: the table's rows for the interpreter.
 Result: for each step a list of `tokens` and `cached` (prompt tokens found in the prefix cache), and `metrics`.
+With `refused`, a list of arguments, nothing runs: the result has what each said, and how many tensors it had read.
 """
 
 from __future__ import annotations
@@ -41,10 +42,30 @@ def interpret() -> None:
     dispatching.current_target = lambda: Target.parse("interpret")
 
 
+def refusal(arguments: dict[str, Any]) -> str:
+    """What `LLM` says to arguments that it cannot serve; weights must not have been asked for."""
+    from vllm import LLM
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    def reading(*arguments: object) -> None:
+        raise SystemExit("weights were read")
+
+    DefaultModelLoader.load_weights = reading
+    try:
+        LLM(**arguments)
+    except (ValueError, RuntimeError) as error:
+        return f"{error} {error.__cause__ or error.__context__ or ''}"
+    return "accepted"
+
+
 def main(folder: Path) -> None:
     job = json.loads((folder / "job.json").read_text())
     if job.get("interpret"):
         interpret()
+    if "refused" in job:
+        said = [refusal(job["engine"] | arguments) for arguments in job["refused"]]
+        (folder / "result.json").write_text(json.dumps({"refused": said}))
+        return
     from vllm import LLM, SamplingParams
 
     llm = LLM(**job["engine"])

@@ -6,6 +6,7 @@ vLLM's linear layers are torch's too, so greedy tokens are equal to the last one
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -21,9 +22,11 @@ from inkling_portable.dispatch import FORCE_VARIABLE, ROWS
 from inkling_portable.llm import default_model
 
 HERE = Path(__file__).parent
-sys.path.append(str(HERE))
+sys.path += [str(HERE), str(HERE / "platform")]
 # Elsewhere vLLM is absent, and there is nothing to run.
 collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
+if not collect_ignore_glob:
+    importlib.import_module("inkling_cpu_platform").activate()
 
 IN_TORCH = ",".join(
     f"{op}=torch" for op in dict.fromkeys(row.op for row in ROWS if row.name == "torch" and "cpu" in row.targets)
