@@ -89,6 +89,35 @@ def _sum_fn(
     return y
 
 
+@triton.jit
+def _write_fn(
+    out_ptr, normed_ptr, x_ptr, weight_ptr, state_ptr, residual_ptr, norm_ptr, x_strides, weight_strides,
+    state_strides, residual_strides, norm_stride, scale, channel, channels, slot, slots_ptr, slots_block, ring, begin,
+    length, covered, local, start, WIDTH: tl.constexpr, BLOCK_T: tl.constexpr, PAGED: tl.constexpr,
+):  # fmt: skip
+    """Write a run of channels of the result, of what the state keeps, and of the norm, whose rows `scale` scales."""
+    column_live = channel < channels
+    y = _sum_fn(
+        x_ptr, weight_ptr, state_ptr, residual_ptr, x_strides, weight_strides, state_strides, residual_strides,
+        channel, slot, slots_ptr, slots_block, ring, begin, length, covered, local, start, column_live, WIDTH, BLOCK_T,
+        PAGED,
+    )  # fmt: skip
+    if state_ptr is not None:
+        keep_fn(
+            x_ptr, x_strides[0], channel * x_strides[1], state_ptr, state_strides[0], state_strides[1],
+            channel * state_strides[2], slot, slots_ptr, slots_block, ring, begin, length, local, start, column_live,
+            BLOCK_T, PAGED,
+        )  # fmt: skip
+    row = local + tl.arange(0, BLOCK_T)
+    live = (row < covered)[:, None] & column_live[None, :]
+    at = ((begin + row).to(tl.int64) * channels)[:, None] + channel[None, :]
+    tl.store(out_ptr + at, y, mask=live)
+    if norm_ptr is not None:
+        weight = tl.load(norm_ptr + channel * norm_stride, mask=column_live, other=0.0).to(tl.float32)
+        normed = (y.to(tl.float32) * scale[:, None]).to(y.dtype).to(tl.float32) * weight[None, :]
+        tl.store(normed_ptr + at, normed.to(y.dtype), mask=live)
+
+
 @triton.jit(do_not_specialize=["rows", "batch", "ring", "eps"])
 def _short_conv_kernel(
     out_ptr, normed_ptr, x_ptr, weight_ptr, state_ptr, slots_ptr, cu_ptr, kv_lens_ptr, residual_ptr, norm_ptr, rows,
@@ -103,40 +132,29 @@ def _short_conv_kernel(
     slot = -1
     if state_ptr is not None:
         slot, slots_ptr = owner_fn(slots_ptr, slots_strides, seq, PAGED)
-    first, step = tl.program_id(1) * BLOCK_C, tl.num_programs(1) * BLOCK_C
+    run = tl.arange(0, BLOCK_C).to(tl.int64)
     scale = tl.zeros([BLOCK_T], tl.float32)
-    if norm_ptr is not None:
-        for begin_c in range(first, channels, step):
-            channel = begin_c + tl.arange(0, BLOCK_C).to(tl.int64)
+    if norm_ptr is None:
+        _write_fn(
+            out_ptr, normed_ptr, x_ptr, weight_ptr, state_ptr, residual_ptr, norm_ptr, x_strides, weight_strides,
+            state_strides, residual_strides, norm_stride, scale, tl.program_id(1) * BLOCK_C + run, channels, slot,
+            slots_ptr, slots_strides[1], ring, begin, length, covered, local, start, WIDTH, BLOCK_T, PAGED,
+        )  # fmt: skip
+    else:
+        for first in range(0, channels, BLOCK_C):
             y = _sum_fn(
                 x_ptr, weight_ptr, state_ptr, residual_ptr, x_strides, weight_strides, state_strides, residual_strides,
-                channel, slot, slots_ptr, slots_strides[1], ring, begin, length, covered, local, start,
-                channel < channels, WIDTH, BLOCK_T, PAGED,
+                first + run, slot, slots_ptr, slots_strides[1], ring, begin, length, covered, local, start,
+                first + run < channels, WIDTH, BLOCK_T, PAGED,
             ).to(tl.float32)  # fmt: skip
             scale += tl.sum(y * y, 1)
         scale = 1.0 / tl.sqrt(scale / channels + eps)
-    for begin_c in range(first, channels, step):
-        channel = begin_c + tl.arange(0, BLOCK_C).to(tl.int64)
-        column_live = channel < channels
-        y = _sum_fn(
-            x_ptr, weight_ptr, state_ptr, residual_ptr, x_strides, weight_strides, state_strides, residual_strides,
-            channel, slot, slots_ptr, slots_strides[1], ring, begin, length, covered, local, start, column_live, WIDTH,
-            BLOCK_T, PAGED,
-        )  # fmt: skip
-        if state_ptr is not None:
-            keep_fn(
-                x_ptr, x_strides[0], channel * x_strides[1], state_ptr, state_strides[0], state_strides[1],
-                channel * state_strides[2], slot, slots_ptr, slots_strides[1], ring, begin, length, local, start,
-                column_live, BLOCK_T, PAGED,
+        for first in range(0, channels, BLOCK_C):
+            _write_fn(
+                out_ptr, normed_ptr, x_ptr, weight_ptr, state_ptr, residual_ptr, norm_ptr, x_strides, weight_strides,
+                state_strides, residual_strides, norm_stride, scale, first + run, channels, slot, slots_ptr,
+                slots_strides[1], ring, begin, length, covered, local, start, WIDTH, BLOCK_T, PAGED,
             )  # fmt: skip
-        row = local + tl.arange(0, BLOCK_T)
-        live = (row < covered)[:, None] & column_live[None, :]
-        at = ((begin + row).to(tl.int64) * channels)[:, None] + channel[None, :]
-        tl.store(out_ptr + at, y, mask=live)
-        if norm_ptr is not None:
-            weight = tl.load(norm_ptr + channel * norm_stride, mask=column_live, other=0.0).to(tl.float32)
-            normed = (y.to(tl.float32) * scale[:, None]).to(y.dtype).to(tl.float32) * weight[None, :]
-            tl.store(normed_ptr + at, normed.to(y.dtype), mask=live)
 
 
 @dataclass(frozen=True, slots=True)
