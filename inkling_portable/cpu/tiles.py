@@ -137,7 +137,7 @@ def narrow_fn(like: Any, value: Any) -> Any:
 
 
 @helper
-def _to_bfloat16(value):
+def _to_bfloat16_fn(value):
     bits = _cast_bits(np.float32(value))
     even = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return np.uint16(even) if value == value else np.uint16(0x7FC0)
@@ -146,7 +146,7 @@ def _to_bfloat16(value):
 @overload(narrow_fn)
 def _narrow(like, value):
     if like.dtype == types.uint16:
-        return lambda like, value: _to_bfloat16(value)
+        return lambda like, value: _to_bfloat16_fn(value)
     return lambda like, value: np.float32(value)
 
 
