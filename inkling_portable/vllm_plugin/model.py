@@ -17,7 +17,11 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.interfaces import SupportsLoRA, SupportsMultiModal, SupportsPP
-from vllm.model_executor.models.utils import _merge_multimodal_embeddings, make_empty_intermediate_tensors_factory
+from vllm.model_executor.models.utils import (
+    WeightsMapper,
+    _merge_multimodal_embeddings,
+    make_empty_intermediate_tensors_factory,
+)
 from vllm.sequence import IntermediateTensors
 
 from inkling_kernels.numerics import ExpertWeight
@@ -51,10 +55,23 @@ class Embedding(nn.Module):
 class Blocks(nn.Module):
     """What the backbone and the prediction depths share: options, caches of their layers, and loading."""
 
+    # For LoRA: what a fused product is made of, and what adapters of either spelling call the others.
     packed_modules_mapping: ClassVar[dict[str, list[str]]] = {
         "wqkvr": ["wq_du", "wk_dv", "wv_dv", "wr_du"],
+        "shared_w13": ["shared_w13_0", "shared_w13_1"],
     }
     embedding_modules: ClassVar[dict[str, str]] = {}
+    hf_to_vllm_mapper = WeightsMapper(
+        orig_to_new_prefix={"model.llm.layers.": "model.layers.", "model.language_model.layers.": "model.layers."},
+        orig_to_new_substr={
+            ".attn.wo_ud.": ".attn.wo.",
+            ".mlp.w13_dn.": ".mlp.w13.",
+            ".mlp.w2_md.": ".mlp.w2.",
+            ".self_attn.o_proj.": ".attn.wo.",
+            ".mlp.down_proj.": ".mlp.w2.",
+        }
+        | {f".self_attn.{p}_proj.": f".attn.w{p}_d{'u' if p in 'qr' else 'v'}." for p in "qkvr"},
+    )
 
     def __init__(self, vllm_config: VllmConfig, model_config: ModelConfig, build: Build) -> None:
         super().__init__()
