@@ -127,7 +127,7 @@ def sorted_out(report: ET.Element) -> Outcome:
         elif limit:
             outcome.cannot.append({"test": name, "why": limit[0].removeprefix("EmuError: ")[:200]})
         else:
-            outcome.failed[name] = text[-3000:]
+            outcome.failed[name] = text[-1200:]
     return outcome
 
 
