@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from attention_oracle import exact_attention, signal
 from moe_oracle import oracle as exact_experts
+from moe_oracle import random_packed
 
 from inkling_kernels.numerics import ExpertWeight
 from inkling_kernels.testing import paged_batch
@@ -162,6 +163,15 @@ def moe_experts(modules: Modules) -> float:
         got = modules["experts"].moe_experts(x, *gated, torch.from_numpy(ids), weights)
         wanted = exact_experts(x.numpy(), w13.numpy(), w2.numpy(), ids, weights.numpy())
         worst = max(worst, apart(got, torch.from_numpy(wanted), 1e-3))
+    for format in ("nvfp4", "mxfp4"):
+        rng = np.random.default_rng(5)
+        (w13, exact13), (w2, exact2) = (
+            random_packed(rng, format, 3, *shape) for shape in ((64, 64, "interleaved"), (64, 32, "plain"))
+        )
+        x, ids, weights = normal(3, 2, 64), np.array([[2, 0], [0, 1]], np.int32), normal(4, 2, 2)
+        got = modules["experts"].moe_experts(x, w13, w2, torch.from_numpy(ids), weights)
+        wanted = exact_experts(x.numpy(), exact13, exact2, ids, weights.numpy())
+        worst = max(worst, apart(got, torch.from_numpy(wanted), 1e-4 * float(np.abs(wanted).max())))
     return worst
 
 

@@ -10,7 +10,7 @@ from cpu_cases import CASES
 from mutants import broken
 
 FOLDER = Path(__file__).resolve().parents[2] / "inkling_portable" / "cpu"
-FILES = ("tiles", "rows", "conv", "attention", "experts")
+FILES = ("tiles", "packed", "rows", "conv", "attention", "experts")
 
 # op, what is wrong, file, text, what stands there instead
 BROKEN = [
@@ -48,8 +48,11 @@ BROKEN = [
     ("moe_experts", "halves", "tiles", "out[i] = x[2 * i] /", "out[i] = x[i] /"),
     ("moe_experts", "unweighted", "experts", "*= weight[order[first + i]]", "*= 1"),
     ("moe_experts", "weights in sorted order", "experts", "*= weight[order[first + i]]", "*= weight[first + i]"),
-    ("moe_experts", "the last expert's weights", "experts", "w + e * stride * like.itemsize, row_stride",
-     "w + max(e - 1, 0) * stride * like.itemsize, row_stride"),
+    ("moe_experts", "the first expert's weights", "experts", "place, scales, e, 0)", "place, scales, 0, 0)"),
+    ("moe_experts", "nibbles exchanged", "packed", "out[2 * k + 1] =", "out[2 * k] ="),
+    ("moe_experts", "scale of the block before", "packed", "factors[2 * k // block]", "factors[0]"),
+    ("moe_experts", "second scale lost", "packed", "if second:", "if False:"),
+    ("moe_experts", "gate's second scale for up", "packed", "(first + n) % 2", "(first + n) * 0"),
     ("moe_experts", "groups of 4 overlap", "experts", "range(min(4, tokens.size - p))", "range(3)"),
     ("moe_experts", "odd width cut", "experts", "range(0, width, 4)", "range(0, width - 3, 4)"),
 ]  # fmt: skip
@@ -62,7 +65,7 @@ def test_the_kernels_pass(op: str) -> None:
 
 
 def test_every_operation_has_broken_copies() -> None:
-    assert len(BROKEN) == 35
+    assert len(BROKEN) == 39
     assert {op for op, *_ in BROKEN} == set(CASES)
 
 

@@ -17,10 +17,10 @@ from numba import njit
 from inkling_kernels.numerics import ExpertWeight
 from inkling_kernels.testing import paged_batch
 from inkling_portable import LLM, SamplingParams
-from inkling_portable.cpu import attention, conv, experts, rows, tiles
+from inkling_portable.cpu import attention, conv, experts, packed, rows, tiles
 from inkling_portable.llm import default_model
 
-MODULES = {module.__name__.rpartition(".")[2]: module for module in (tiles, rows, conv, attention, experts)}
+MODULES = {module.__name__.rpartition(".")[2]: module for module in (tiles, packed, rows, conv, attention, experts)}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 Op = Callable[[torch.Tensor], torch.Tensor]
 
