@@ -43,7 +43,7 @@ def native_oracle(
     x: np.ndarray, exact: Sequence[np.ndarray], ids: np.ndarray, gammas: np.ndarray, kind: str,
     inputs: Sequence[torch.Tensor | None],
 ) -> np.ndarray:  # fmt: skip
-    """`oracle` of tokens quantised to `kind`: a pair at a time, both products on quantised activations, the gated values
+    """`oracle` of tokens quantised to `kind`: a pair at a time, products on quantised activations, the gated values
     rounded to bfloat16. `inputs`: the input scales of w13 and w2."""
     out = np.zeros(x.shape)
     x = quantised(x, kind, inputs[0])
