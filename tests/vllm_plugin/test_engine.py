@@ -57,6 +57,18 @@ def test_packed_experts(run_engine: Run, tiny: Path, tmp_path: Path, format: str
     assert f"experts {format}" in result["log"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["bf16", "nvfp4", "mxfp4"])
+def test_dummy_weights(run_engine: Run, tiny: Path, tmp_path: Path, format: str) -> None:
+    """`--load-format dummy` reads nothing and runs: people size caches with it."""
+    if format != "bf16":
+        quantize_checkpoint(str(tiny), tmp_path / format, format)
+    model = tiny if format == "bf16" else tmp_path / format
+    steps = [{"prompts": [[5, 6, 7]], "max_tokens": 3}]
+    result = run_engine(model, steps, engine={"block_size": 64, "load_format": "dummy"})
+    assert len(result["steps"][0][0]["tokens"]) == 3
+
+
 @pytest.mark.usefixtures("in_torch")
 def test_the_kernels_themselves(run_engine: Run, tmp_path: Path) -> None:
     """The Triton rows in the interpreter, in vLLM's caches: the strides, tables and padding that a GPU would see."""
