@@ -78,7 +78,8 @@ def main(folder: Path) -> None:
         prompts = [prompt_of(prompt) for prompt in step["prompts"]]
         outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=adapter)
         steps.append([{"tokens": list(o.outputs[0].token_ids), "cached": o.num_cached_tokens} for o in outputs])
-    metrics = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+    counted = [] if job["engine"].get("disable_log_stats") else llm.get_metrics()
+    metrics = {metric.name: metric.value for metric in counted if hasattr(metric, "value")}
     (folder / "result.json").write_text(json.dumps({"steps": steps, "metrics": metrics}))
 
 
