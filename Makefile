@@ -1,5 +1,6 @@
 # make demo    the main job: a small trained model completes code
-# make test    the full tests
+# make test    the full tests, those with vLLM included
+# make test-slow  tests of many minutes: two ranks, older versions of vLLM, whole sources
 # make check   style, types and the fast tests, under 3 minutes
 # make format  repair the style
 # make compile-all  build every kernel for every chip with the Triton of the environment, and record what came out
@@ -17,6 +18,8 @@ TORCH ?= torch==2.13.0
 VLLM ?= vllm==0.33.0
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
+# The other versions that the plug-in supports.
+OLDER_VLLM := 0.32.0 0.31.0 0.30.0 0.29.0
 PYTEST_ARGS ?=
 
 # -P keeps the repository root off sys.path, where the folder triton_kernels/ would answer for Triton's package.
@@ -29,7 +32,7 @@ LONG_TESTS := tests/model tests/compile tests/vllm_plugin tests/test_memory.py t
 	tests/kernels/test_rel_attention.py tests/kernels/test_rel_attention_decode.py
 
 .NOTPARALLEL:
-.PHONY: help demo test test-vllm check compile-all emulate lint types format readme wheel clean
+.PHONY: help demo test test-vllm test-slow check compile-all emulate lint types format readme wheel clean
 .DELETE_ON_ERROR:
 
 help:
@@ -56,7 +59,14 @@ test: $(VENV)/test.stamp test-vllm
 
 # Tests with vLLM itself, in an environment that has its wheel.
 test-vllm: $(VLLM_VENV)/test.stamp
-	$(VLLM_VENV)/bin/python -P -m pytest -m "not gpu and not slow" tests/vllm_plugin $(PYTEST_ARGS)
+	$(VLLM_VENV)/bin/python -P -m pytest -m "not gpu and not slow" tests/vllm_plugin
+
+test-slow: $(VENV)/test.stamp $(VLLM_VENV)/test.stamp
+	$(RUN) -m pytest -m "slow and not gpu" --ignore=tests/vllm_plugin $(PYTEST_ARGS)
+	$(VLLM_VENV)/bin/python -P -m pytest -m slow tests/vllm_plugin
+	for version in $(OLDER_VLLM); do \
+		$(MAKE) test-vllm VLLM=vllm==$$version VLLM_VENV=$(VLLM_VENV)-$$version || exit 1; \
+	done
 
 check: lint types
 	$(RUN) -m pytest -m "not gpu and not slow" $(addprefix --ignore=,$(LONG_TESTS)) --ignore-glob='*_mutants.py' $(PYTEST_ARGS)
@@ -89,5 +99,5 @@ wheel: $(VENV)/test.stamp
 	$(RUN) -m pip wheel --no-deps --no-build-isolation --wheel-dir dist .
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(addprefix $(VLLM_VENV)-,$(OLDER_VLLM)) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

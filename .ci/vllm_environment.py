@@ -16,7 +16,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from environment import ROOT, SetupError, constraints, create, extra, pinned, pip, probe, release
+from environment import ROOT, SetupError, constraints, create, extra, pip, probe, release
 
 # Requirements of the wheel that serve GPUs or video alone, by the beginning of their names. torch's family: the builds
 # that an index offers beside another torch do not load with it.
@@ -24,8 +24,8 @@ FOR_GPUS = (
     *("torch", "nvidia", "flashinfer", "apache-tvm-ffi", "tilelang", "nvtx", "quack-kernels", "tokenspeed", "humming"),
     *("fastsafetensors", "instanttensor", "pynvvideocodec"),
 )
-# What the tests need beyond vLLM's own requirements and this project's.
-TESTS = ("pytest", "hypothesis", "ml_dtypes", "pip", "setuptools", "transformers")
+# What the tests need beyond vLLM's own requirements and this project's. Of transformers it is vLLM that says which.
+TESTS = ("pytest", "hypothesis", "ml_dtypes", "pip", "setuptools")
 
 
 def requirements(wheel: Path) -> list[str]:
@@ -64,8 +64,7 @@ def main() -> None:
     if not probe(python)["torch"]:
         pip(command, options.torch)
     hold = folder / "constraints.txt"
-    lines = constraints(probe(python)["held"]) + [line for line in pinned(extra("test")) if "transformers" in line]
-    hold.write_text("".join(f"{line}\n" for line in lines))
+    hold.write_text("".join(f"{line}\n" for line in constraints(probe(python)["held"])))
     if not probe(python)["triton"]:
         pip(command, "--constraint", str(hold), extra("torch")[1])
     with tempfile.TemporaryDirectory(dir=folder) as place:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from math import comb
+from math import exp, lgamma, log, log1p
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,8 @@ class Cost:
 def loads(shape: Shape, tokens: int) -> list[float]:
     """The probability that an expert has 0, 1, ... pairs: each token takes it with probability k / E."""
     p = shape.top_k / shape.experts
-    return [comb(tokens, n) * p**n * (1 - p) ** (tokens - n) for n in range(min(tokens, 600) + 1)]
+    ways = [lgamma(tokens + 1) - lgamma(n + 1) - lgamma(tokens - n + 1) for n in range(min(tokens, 600) + 1)]
+    return [exp(way + n * log(p) + (tokens - n) * log1p(-p)) for n, way in enumerate(ways)]
 
 
 def expected(shape: Shape, tokens: int, block_m: int) -> tuple[float, float]:

@@ -175,11 +175,6 @@ def cpu_cache(facts: Facts) -> str | None:
     return cpu_floats(facts)
 
 
-def cpu_dense(facts: Facts) -> str | None:
-    """The CPU kernel of the experts reads unquantised weights."""
-    return cpu_floats(facts) if facts.format == "bf16" else f"is for unquantised experts, not {facts.format}"
-
-
 def native_fp4(facts: Facts) -> str | None:
     """Weights that the matrix unit multiplies by their block scales; tokens are quantised from bfloat16."""
     if facts.format == "bf16" or facts.dtype != "bfloat16":
@@ -281,8 +276,8 @@ ROWS: Final[tuple[Row, ...]] = (
     Row("moe_experts",   ("gpu",),  (),   groupable,  "inkling_kernels.moe_gemm:moe_experts",               "triton",
         "grouped products on sorted tokens; fp4 is unpacked in registers; summed without atomics", "none",
         "inkling_kernels.moe_gemm_fp4:prepare_experts"),
-    Row("moe_experts",   ("cpu",),  (),   cpu_dense,  "inkling_portable.cpu.experts:moe_experts",           "numba",
-        "grouped: each expert's weights read once, on all cores, summed in one order", "ran cpu"),
+    Row("moe_experts",   ("cpu",),  (),   cpu_floats, "inkling_portable.cpu.experts:moe_experts",           "numba",
+        "grouped: each expert's weights read or unpacked once, on all cores, summed in one order", "ran cpu"),
     Row("moe_experts",   ("cpu",),  (),   None,       "inkling_kernels.moe_gemm:moe_experts_ref",           "torch",
         "one matrix product an expert that has tokens; fp4 is dequantised an expert at a time", "ran cpu"),
     Row("silu_mul",      ("gpu",),  (),   to_float32, "inkling_kernels.activation:silu_mul",                "triton",

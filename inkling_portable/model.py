@@ -66,6 +66,7 @@ class Attention(nn.Module):
 
     def forward(self, a: torch.Tensor, batch: Batch, state: LayerState | None) -> torch.Tensor:
         spec, kind = self.spec, kind_of(self.spec)
+        fp8 = {} if state is None or state.kv_scales is None else {"kv_scales": state.kv_scales}
         q, r, k_pages, v_pages = self.ops.qkvr_prep(
             self.wqkvr(a),
             self.kv_sconv,
@@ -84,6 +85,7 @@ class Attention(nn.Module):
             d_rel=spec.d_rel,
             log_scaling_n_floor=spec.log_scaling_n_floor,
             log_scaling_alpha=spec.log_scaling_alpha,
+            **fp8,
         )
         out = self.ops.rel_attention(
             q,
@@ -98,6 +100,7 @@ class Attention(nn.Module):
             scale=1.0 / spec.head_dim,
             max_query_len=batch.max_query_len,
             max_kv_len=batch.max_kv_len,
+            **fp8,
         )
         return self.wo(out.flatten(1))
 

@@ -100,10 +100,6 @@ class PortableBackend(AttentionBackend):
     def supports_sliding_window(cls) -> bool:
         return True
 
-    @classmethod
-    def supports_mm_prefix(cls) -> bool:
-        return False
-
 
 class ConvStateBackend(PortableBackend):
     """The convolutions' last inputs, kept by vLLM as those of a sliding-window layer of any block size."""

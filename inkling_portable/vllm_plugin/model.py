@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -17,10 +16,15 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.interfaces import SupportsLoRA, SupportsMultiModal, SupportsPP
-from vllm.model_executor.models.utils import _merge_multimodal_embeddings, make_empty_intermediate_tensors_factory
+from vllm.model_executor.models.utils import (
+    WeightsMapper,
+    _merge_multimodal_embeddings,
+    make_empty_intermediate_tensors_factory,
+)
 from vllm.sequence import IntermediateTensors
 
-from inkling_kernels.numerics import ExpertWeight
+from inkling_kernels.numerics import BLOCK, ExpertWeight, Layout
+from inkling_portable.experts import Experts
 from inkling_portable.model import DecoderLayer, Inkling
 from inkling_portable.mtp import MultiTokenPrediction
 from inkling_portable.tensor_table import Section
@@ -29,8 +33,6 @@ from inkling_portable.vllm_plugin.options import Build
 from inkling_portable.vllm_plugin.parts import VllmParts
 from inkling_portable.vllm_plugin.state import ConvolutionState, KeysAndValues, LayerCaches
 from inkling_portable.weight_stream import assemble
-
-logger = logging.getLogger("vllm.inkling_portable")
 
 
 class Embedding(nn.Module):
@@ -51,19 +53,31 @@ class Embedding(nn.Module):
 class Blocks(nn.Module):
     """What the backbone and the prediction depths share: options, caches of their layers, and loading."""
 
+    # For LoRA: what a fused product is made of, and what adapters of either spelling call the others.
     packed_modules_mapping: ClassVar[dict[str, list[str]]] = {
         "wqkvr": ["wq_du", "wk_dv", "wv_dv", "wr_du"],
+        "shared_w13": ["shared_w13_0", "shared_w13_1"],
     }
     embedding_modules: ClassVar[dict[str, str]] = {}
+    hf_to_vllm_mapper = WeightsMapper(
+        orig_to_new_prefix={"model.llm.layers.": "model.layers.", "model.language_model.layers.": "model.layers."},
+        orig_to_new_substr={
+            ".attn.wo_ud.": ".attn.wo.",
+            ".mlp.w13_dn.": ".mlp.w13.",
+            ".mlp.w2_md.": ".mlp.w2.",
+            ".self_attn.o_proj.": ".attn.wo.",
+            ".mlp.down_proj.": ".mlp.w2.",
+        }
+        | {f".self_attn.{p}_proj.": f".attn.w{p}_d{'u' if p in 'qr' else 'v'}." for p in "qkvr"},
+    )
 
     def __init__(self, vllm_config: VllmConfig, model_config: ModelConfig, build: Build) -> None:
         super().__init__()
         self.build, self.vllm_config, self.config = build, vllm_config, model_config.hf_config
         self.parts = VllmParts(build.rank, build.dtype, "model")
-        # Up to the scale by which keys and values are stored, an fp8 cache is as wide as Inkling's normed heads need.
-        fp8 = build.ops.facts.kv_dtype == "float8_e4m3fn"
-        one = torch.ones(1, dtype=torch.float32, device=build.device) if fp8 else None
-        self.kv_scales = None if one is None else (one, one)
+        # Checkpoints have no scales for a cache: as in vLLM's own model it is 1, and values beyond the type saturate.
+        one = torch.ones(1, dtype=torch.float32, device=build.device)
+        self.kv_scales = (one, one) if build.ops.facts.kv_dtype == "float8_e4m3fn" else None
         self.caches: dict[int, LayerCaches] = {}
 
     def give_caches(self, layers: Iterable[tuple[str, DecoderLayer]]) -> None:
@@ -138,6 +152,8 @@ class PortableForCausalLM(Blocks, SupportsPP, SupportsLoRA):
         self.model.add_module("embed_tokens", Embedding(self.model))
         for experts in self.model.experts().values():
             experts.first = build.experts.held(build.whole.n_routed_experts).start if build.experts else None
+            if vllm_config.load_config.load_format == "dummy":
+                hold_nothing(experts, build)
         self.give_caches((f"model.layers.{layer.state_index}", layer) for layer in self.model.decoder_layers())
         vocabulary = config.unpadded_vocab_size
         self.lm_head = ParallelLMHead(vocabulary, config.hidden_size, params_dtype=build.dtype, prefix="lm_head")
@@ -305,6 +321,27 @@ class PortableMTP(Blocks):
         """Fill the depths kept from vLLM's stream. Raises `CheckpointError` listing what is missing or unknown."""
         self.model.load(self.own_weights(weights, ("mtp",)))
         return {name for name, _ in self.named_parameters()}
+
+
+def hold_nothing(experts: Experts, build: Build) -> None:
+    """Have a layer hold weights of zeros in its format, for `--load-format dummy`, which reads no checkpoint."""
+    count, format = build.ops.facts.num_experts, build.format
+    hidden, width = build.config.hidden_size, build.ops.facts.expert_width
+    layouts: tuple[tuple[str, int, int, Layout], ...] = (
+        ("w13", 2 * width, hidden, "interleaved"),
+        ("w2", hidden, width, "plain"),
+    )
+    prepare = build.ops.experts[format].prepare
+    for which, rows, columns, layout in layouts:
+        with torch.device(build.device):
+            if format == "bf16":
+                weight = ExpertWeight("bf16", torch.zeros(count, rows, columns, dtype=build.dtype), layout=layout)
+            else:
+                scale = torch.zeros(count, rows, columns // BLOCK[format], dtype=torch.uint8)
+                second = torch.ones(count, dtype=torch.float32) if format == "nvfp4" else None
+                codes = torch.zeros(count, rows, columns // 2, dtype=torch.uint8)
+                weight = ExpertWeight(format, codes, scale, second, layout)
+        experts.hold(which, weight if prepare is None else prepare(weight))
 
 
 def _sizes(counts: Any, total: int) -> list[int]:

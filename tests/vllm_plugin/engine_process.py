@@ -2,6 +2,7 @@
 
 Job: `engine` (arguments of `LLM`), `steps`, each `prompts` and `max_tokens`, submitted at once; a prompt is a list of
 token ids, or an object with `tokens`, `image` and `audio` (paths). `interpret`: the table's rows for the interpreter.
+A step with `adapter`, a folder, runs with that LoRA adapter.
 Result: for each step a list of `tokens` and `cached` (prompt tokens found in the prefix cache), and `metrics`.
 With `refused`, a list of arguments, nothing runs: the result has what each said, and how many tensors it had read.
 """
@@ -67,14 +68,18 @@ def main(folder: Path) -> None:
         (folder / "result.json").write_text(json.dumps({"refused": said}))
         return
     from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
 
     llm = LLM(**job["engine"])
     steps = []
     for step in job["steps"]:
         params = SamplingParams(temperature=0, max_tokens=step["max_tokens"])
-        outputs = llm.generate([prompt_of(prompt) for prompt in step["prompts"]], params, use_tqdm=False)
+        adapter = LoRARequest("adapter", 1, step["adapter"]) if "adapter" in step else None
+        prompts = [prompt_of(prompt) for prompt in step["prompts"]]
+        outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=adapter)
         steps.append([{"tokens": list(o.outputs[0].token_ids), "cached": o.num_cached_tokens} for o in outputs])
-    metrics = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+    counted = [] if job["engine"].get("disable_log_stats") else llm.get_metrics()
+    metrics = {metric.name: metric.value for metric in counted if hasattr(metric, "value")}
     (folder / "result.json").write_text(json.dumps({"steps": steps, "metrics": metrics}))
 
 

@@ -2,46 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import re
-import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import checkpoints
-import numpy as np
 import pytest
-import soundfile
-from PIL import Image
+from engines import Run, expected, ragged, tokens
 from small_checkpoint import small_config, small_tokenizer
 
 from inkling_portable import LLM, SamplingParams
 from inkling_portable.quantize import quantize_checkpoint
-from inkling_portable.text import TextCodec
-
-Run = Callable[..., dict[str, Any]]
-SOURCE = Path(checkpoints.__file__).read_text()
-
-
-def expected(model: Path, prompts: list[Any], max_tokens: int, **options: Any) -> list[list[int]]:
-    """What this package's engine says, each prompt alone."""
-    llm = LLM(model, **options)
-    params = SamplingParams(temperature=0, max_tokens=max_tokens)
-    asked = [{"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt for prompt in prompts]
-    return [list(llm.generate([prompt], params)[0].outputs[0].token_ids) for prompt in asked]
-
-
-def ragged(model: Path) -> list[list[int]]:
-    """Five prompts of a token to some hundred, longer and shorter than a sliding window."""
-    codec = TextCodec.find(model)
-    assert codec is not None
-    texts = SOURCE[:1000], SOURCE[1500:1520], "import ", SOURCE[2000:2400], "d"
-    return [codec.encode(text) for text in texts]
-
-
-def tokens(step: list[dict[str, Any]]) -> list[list[int]]:
-    return [output["tokens"] for output in step]
 
 
 @pytest.mark.usefixtures("in_torch")
@@ -88,24 +57,16 @@ def test_packed_experts(run_engine: Run, tiny: Path, tmp_path: Path, format: str
     assert f"experts {format}" in result["log"]
 
 
-@pytest.mark.usefixtures("in_torch")
-def test_an_image_and_a_sound(run_engine: Run, tmp_path: Path) -> None:
-    """Media go through vLLM's processor and this package's towers, one request of each kind and one of both."""
-    model = checkpoints.write_media(tmp_path / "model")
-    rng = np.random.default_rng(3)
-    Image.fromarray(rng.integers(0, 256, (70, 90, 3), dtype=np.uint8)).save(tmp_path / "image.png")
-    soundfile.write(tmp_path / "sound.wav", rng.standard_normal(12_000).clip(-1, 1) * 0.3, 16_000)
-    places = {"image": 200005, "audio": 200020}
-    paths = {"image": str(tmp_path / "image.png"), "audio": str(tmp_path / "sound.wav")}
-    theirs, ours = [], []
-    for kinds in (["image"], ["audio"], ["image", "audio"]):
-        ids = [5, *(token for kind in kinds for token in (places[kind], 7)), 9]
-        theirs.append({"tokens": ids} | {kind: paths[kind] for kind in kinds})
-        ours.append({"prompt_token_ids": ids, "multi_modal_data": {kind: paths[kind] for kind in kinds}})
-    result = run_engine(model, [{"prompts": theirs, "max_tokens": 8}], engine={"max_num_batched_tokens": 64})
-    found = tokens(result["steps"][0])
-    assert found == expected(model, ours, 8)
-    assert len({tuple(row) for row in found}) == 3
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["bf16", "nvfp4", "mxfp4"])
+def test_dummy_weights(run_engine: Run, tiny: Path, tmp_path: Path, format: str) -> None:
+    """`--load-format dummy` reads nothing and runs: people size caches with it."""
+    if format != "bf16":
+        quantize_checkpoint(str(tiny), tmp_path / format, format)
+    model = tiny if format == "bf16" else tmp_path / format
+    steps = [{"prompts": [[5, 6, 7]], "max_tokens": 3}]
+    result = run_engine(model, steps, engine={"block_size": 64, "load_format": "dummy"})
+    assert len(result["steps"][0][0]["tokens"]) == 3
 
 
 @pytest.mark.usefixtures("in_torch")
@@ -121,26 +82,3 @@ def test_the_kernels_themselves(run_engine: Run, tmp_path: Path) -> None:
     assert tokens(result["steps"][0]) == right
     assert tokens(result["steps"][1]) == [right[0][:2]]
     assert "rel_attention=triton" in result["log"]
-
-
-def test_what_cannot_be_served_is_refused_before_weights_are_read(run_engine: Run, tiny: Path, tmp_path: Path) -> None:
-    """Each error names the flag and what to use; those that vLLM finds itself name it too."""
-    unknown = tmp_path / "unknown"
-    shutil.copytree(tiny, unknown)
-    raw = json.loads((unknown / "config.json").read_text())
-    raw["quantization_config"] = {"quant_method": "quark", "export": {"kv_cache_group": []}, "global_quant_config": {
-        "weight": {"dtype": "int4", "group_size": 128}}}  # fmt: skip
-    (unknown / "config.json").write_text(json.dumps(raw))
-    drafts = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 3}}
-    cases: list[tuple[dict[str, Any], str]] = [
-        ({"attention_backend": "TRITON_ATTN"}, r"--attention-backend is TRITON_ATTN, but .* give CUSTOM"),
-        ({"dtype": "float16"}, r"--dtype is float16, .* use bfloat16"),
-        ({"kv_cache_dtype": "fp8_e5m2"}, r"--kv-cache-dtype is fp8_e5m2, .* use auto or fp8"),
-        ({"block_size": 8}, r"--block-size is 8, .* use a multiple of 16"),
-        ({"moe_backend": "marlin"}, r"--moe-backend is marlin, .* use auto or one of .*aiter"),
-        (drafts, r"num_speculative_tokens.* is 3|num_speculative_tokens:3"),
-        ({"model": str(unknown)}, r"has weights of \(dtype, group_size\) .'int4', 128.; expected .'fp4', 32."),
-    ]
-    result = run_engine(tiny, [], refused=[arguments for arguments, _ in cases])
-    for (arguments, pattern), said in zip(cases, result["refused"], strict=True):
-        assert re.search(pattern, said), f"{arguments}: {said}"
