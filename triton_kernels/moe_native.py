@@ -157,7 +157,7 @@ def moe_experts_native(
     `moe_gemm.moe_experts`, for weights in NVFP4 or MXFP4 in the order "pairs"; forward only.
     """
     tokens, hidden, width = check_experts(x, w13, w2, ids, weights)
-    if w13.format == "bf16":
+    if w13.scale is None or w2.scale is None:
         raise ValueError("moe_experts_native: w13 is bf16; expected nvfp4 or mxfp4, which have block scales")
     w13.require_order("pairs", "w13")
     w2.require_order("pairs", "w2")
@@ -174,9 +174,9 @@ def moe_experts_native(
     kind = token_kind(w13.format, target)
     pairs = sorted_pairs(ids, experts, plan, target)
     inner = torch.empty(ids.numel(), width, dtype=x.dtype, device=x.device)
-    _multiply(inner, x, w13, pairs, ids.shape[1], plan, kind, gated=True)
+    _multiply(inner, x, w13, w13.scale, pairs, ids.shape[1], plan, kind, gated=True)
     each = torch.empty(ids.numel(), hidden, dtype=x.dtype, device=x.device)
-    _multiply(each, inner, w2, pairs, ids.shape[1], plan, kind, gated=False)
+    _multiply(each, inner, w2, w2.scale, pairs, ids.shape[1], plan, kind, gated=False)
     return weighted_sum(out, each, ids, weights, experts, plan)
 
 
@@ -187,6 +187,7 @@ def _multiply(
     out: torch.Tensor,
     x: torch.Tensor,
     weight: ExpertWeight,
+    scale: torch.Tensor,
     pairs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     top_k: int,
     plan: MoePlan,
@@ -194,16 +195,14 @@ def _multiply(
     *,
     gated: bool,
 ) -> None:
-    nvfp4, scale2 = kind == "nvfp4", weight.scale2
-    given = weight.input_scale
+    nvfp4, scale, scale2, given = kind == "nvfp4", scale.view(torch.uint8), weight.scale2, weight.input_scale
     if nvfp4 and given is None:
         given = torch.ones(1, device=x.device)
     codes, scales = quantise_activations(x, kind, given if nvfp4 else None)
-    w_scale = weight.data.new_empty(0) if weight.scale is None else weight.scale.view(torch.uint8)
     second = (0, 0) if scale2 is None else (scale2.stride(0), scale2.stride(1) if scale2.dim() == 2 else 0)
     _native_kernel[plan.up_grid if gated else plan.down_grid](
-        out, codes, scales, given, weight.data, w_scale, scale2, *pairs, plan.tiles, top_k, out.shape[1], weight.cols,
-        out.stride(0), codes.stride(0), scales.stride(0), *weight.data.stride()[:2], *w_scale.stride(), *second,
+        out, codes, scales, given, weight.data, scale, scale2, *pairs, plan.tiles, top_k, out.shape[1], weight.cols,
+        out.stride(0), codes.stride(0), scales.stride(0), *weight.data.stride()[:2], *scale.stride(), *second,
         NVFP4=nvfp4, X="e4m3" if kind == "mxfp8" else "e2m1", GATED=gated, BLOCK_M=plan.config.block_m,
         BLOCK_N=plan.up_block_n if gated else plan.down_block_n, BLOCK_K=plan.config.block_k,
         GROUP_M=plan.config.group_m, num_warps=plan.config.num_warps, num_stages=plan.config.num_stages,
