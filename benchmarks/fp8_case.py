@@ -26,6 +26,7 @@ from inkling_kernels.target import Target
 from inkling_portable.cache import FULL, SLIDING, Batch, Cache, LayerState
 from inkling_portable.checkpoint import Checkpoint
 from inkling_portable.config import InklingConfig
+from inkling_portable.dispatch import OPS
 from inkling_portable.heldout import sources
 from inkling_portable.llm import default_model, facts_of
 from inkling_portable.model import Inkling
@@ -48,10 +49,9 @@ class Reference:
     def __init__(self) -> None:
         checkpoint = Checkpoint.open(default_model())
         self.config: InklingConfig = checkpoint.config
-        # Rows that do not know 8-bit pages may stand before the references.
-        forced = {"qkvr_prep": "torch", "rel_attention": "torch"}
+        # The references: rows before them need not know 8-bit pages.
         facts = facts_of(self.config, "bf16", torch.float32, PAGE)
-        self.ops = Ops.bind(Target.parse("cpu"), facts, forced)
+        self.ops = Ops.bind(Target.parse("cpu"), facts, dict.fromkeys(OPS, "torch"))
         # By the address of a layer's keys: the scales of its cache, and the largest magnitudes that went into it.
         self.scales: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.largest: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}

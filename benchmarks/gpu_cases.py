@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from inkling_kernels.moe_gemm import moe_experts
+from inkling_kernels.moe_gemm_fp4 import prepare_experts
 from inkling_kernels.norm import rms_norm
 from inkling_kernels.numerics import ExpertWeight, dequantize
 from inkling_kernels.rel_attention import rel_attention
@@ -289,7 +290,7 @@ def experts(
 ) -> Iterator[Timed]:  # fmt: skip
     """A layer's routed experts as one of four ranks holds them (a quarter of the width), in each format."""
     for format in formats:
-        w13, w2 = expert_weights(format, number, hidden, width, device)
+        w13, w2 = (prepare_experts(each, target) for each in expert_weights(format, number, hidden, width, device))
         for rows in tokens:
             yield _experts(format, w13, w2, rows, target, device)
 

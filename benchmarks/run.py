@@ -28,6 +28,7 @@ RESULTS = Path(__file__).parent / "results"
 CASES = {
     "cpu": "the shared model and engine against transformers' eager Inkling, on this machine's CPU (measured)",
     "account": "tiles, bytes, operations and roofline times of attention at the released sizes (computed)",
+    "experts_account": "bytes, padding, unpacking and roofline times of the experts at the released sizes (computed)",
     "emulated": "wave instructions of attention beside vLLM's kernels for ROCm, on an emulator (counted)",
     "fp8": "perplexity of the trained small model with an 8-bit cache of keys and values, on the CPU (measured)",
     "gpu": "every kernel on this machine's GPU, beside torch's (measured; benchmarks/gpu.sh runs the tests before)",

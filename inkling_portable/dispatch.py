@@ -154,6 +154,8 @@ def aiter_mxfp4(facts: Facts) -> str | None:
     for what, width in (("an expert width on this rank", facts.expert_width), ("a hidden size", facts.hidden_size)):
         if width % 256:
             found.append(f"needs {what} that is a multiple of 256, not {width}")
+    if facts.batch_invariant:
+        found.append("adds a token's experts in no fixed order")
     if facts.ep_size > 1:
         found.append(f"needs all routed experts on one rank, not on {facts.ep_size}")
     if missing := aiter_support.problem():
@@ -171,11 +173,6 @@ def cpu_cache(facts: Facts) -> str | None:
     if facts.kv_dtype != facts.dtype:
         return f"is for a cache of the activations' type, not of {facts.kv_dtype} for {facts.dtype}"
     return cpu_floats(facts)
-
-
-def cpu_dense(facts: Facts) -> str | None:
-    """The CPU kernel of the experts reads unquantised weights."""
-    return cpu_floats(facts) if facts.format == "bf16" else f"is for unquantised experts, not {facts.format}"
 
 
 def native_fp4(facts: Facts) -> str | None:
@@ -279,8 +276,8 @@ ROWS: Final[tuple[Row, ...]] = (
     Row("moe_experts",   ("gpu",),  (),   groupable,  "inkling_kernels.moe_gemm:moe_experts",               "triton",
         "grouped products on sorted tokens; fp4 is unpacked in registers; summed without atomics", "none",
         "inkling_kernels.moe_gemm_fp4:prepare_experts"),
-    Row("moe_experts",   ("cpu",),  (),   cpu_dense,  "inkling_portable.cpu.experts:moe_experts",           "numba",
-        "grouped: each expert's weights read once, on all cores, summed in one order", "ran cpu"),
+    Row("moe_experts",   ("cpu",),  (),   cpu_floats, "inkling_portable.cpu.experts:moe_experts",           "numba",
+        "grouped: each expert's weights read or unpacked once, on all cores, summed in one order", "ran cpu"),
     Row("moe_experts",   ("cpu",),  (),   None,       "inkling_kernels.moe_gemm:moe_experts_ref",           "torch",
         "one matrix product an expert that has tokens; fp4 is dequantised an expert at a time", "ran cpu"),
     Row("silu_mul",      ("gpu",),  (),   to_float32, "inkling_kernels.activation:silu_mul",                "triton",

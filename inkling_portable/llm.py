@@ -127,6 +127,19 @@ class LLM:
                 f"a context of {max_model_len} tokens does not fit {kv_cache_memory_bytes / 2**30:.2f} GiB of cache; "
                 f"{longest} do: lower max_model_len or raise kv_cache_memory_bytes"
             )
+        if target.is_gpu:
+            # It reads this module's sizes of caches.
+            from inkling_portable.plan import Wish, require
+
+            wish = Wish(
+                format=held,
+                max_model_len=max_model_len,
+                max_num_seqs=max_num_seqs,
+                drafts=num_speculative_tokens,
+                kv_itemsize=torch_dtype.itemsize,
+                chunk=max_num_batched_tokens,
+            )
+            require(config, wish, torch.cuda.mem_get_info()[0], kv_cache_memory_bytes)
         self.model = Inkling(config, self.ops, dtype=torch_dtype, device=place)
         self.mtp = None
         if num_speculative_tokens:

@@ -32,7 +32,6 @@ GIB: Final = 2**30
 USABLE: Final = 0.92
 RUNTIME: Final = 2 * GIB
 PAGE: Final = 64
-CHUNK: Final = 8192
 SIZES: Final = (1, 2, 4, 8, 16, 32)
 #: GiB of one device, of the chip that `Target.name` names; sources: the data sheets named in `inkling_kernels.target`.
 #: B200 and B300 as the driver shows them. Those of sm121 and gfx1151 are the host's too, and as large as was ordered.
@@ -45,7 +44,8 @@ MEMORY: Final = {
 @dataclass(frozen=True)
 class Wish:
     """What is asked for. `format`: of the routed experts, None as the model's configuration says; `max_num_seqs`
-    sequences of `max_model_len` tokens each; `drafts` prediction depths; `kv_itemsize` bytes of a cached value."""
+    sequences of `max_model_len` tokens each; `drafts` prediction depths; `kv_itemsize` bytes of a cached value; `chunk`
+    tokens in one step."""
 
     size: int = 1
     format: Format | None = None
@@ -53,6 +53,7 @@ class Wish:
     max_num_seqs: int = 8
     drafts: int = 0
     kv_itemsize: int = 2
+    chunk: int = 8192
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ def plan(config: InklingConfig, wish: Wish, memory: int | None = None) -> Plan:
     config = in_format(config, wish.format)
     own = _own(config, wish.size)
     parts = dict(_weights(config, wish.size, wish.drafts))
-    pages = pages_for(config, wish.max_num_seqs, wish.max_model_len, CHUNK, PAGE, wish.drafts)
+    pages = pages_for(config, wish.max_num_seqs, wish.max_model_len, wish.chunk, PAGE, wish.drafts)
     each = page_bytes(own, PAGE, wish.kv_itemsize, wish.drafts)
     parts["cache of full layers"] = pages[FULL] * each[FULL]
     parts["cache of sliding layers"] = pages[SLIDING] * each[SLIDING]
@@ -217,7 +218,7 @@ def _ring_bytes(own: InklingConfig, drafts: int) -> int:
 
 def _step_bytes(config: InklingConfig, own: InklingConfig, wish: Wish) -> int:
     """The larger of a step's intermediate results: the experts' or a dense MLP's, and the logits, beside the stream."""
-    rows = min(CHUNK, max(wish.max_model_len, wish.max_num_seqs * (1 + wish.drafts)))
+    rows = min(wish.chunk, max(wish.max_model_len, wish.max_num_seqs * (1 + wish.drafts)))
     experts = rows * own.num_experts_per_tok * (own.hidden_size + own.moe_intermediate_size)
     dense = rows * 3 * own.intermediate_size
     logits = 2 * wish.max_num_seqs * (1 + wish.drafts) * config.unpadded_vocab_size
@@ -247,6 +248,23 @@ def alternatives(config: InklingConfig, wish: Wish, memory: int) -> Iterator[Pla
             if isinstance(found, Plan) and found.fits:
                 yield found
                 break
+
+
+def require(config: InklingConfig, wish: Wish, free: int, cache_limit: int) -> None:
+    """Raise ValueError, with what each part needs and what would fit, where a device with `free` bytes left cannot hold
+    the model, with caches of at most `cache_limit` bytes."""
+    found = plan(config, wish)
+    caches = {name: size for name, size in found.parts.items() if name.startswith("cache")}
+    spared = max(0, sum(caches.values()) - cache_limit)
+    if found.needed - spared <= free:
+        return
+    parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in found.parts.items() if name not in caches)
+    memory = int((free + spared) / USABLE)
+    offers = [f"{words(other.wish)} would fit" for other in alternatives(config, wish, memory)]
+    raise ValueError(
+        f"the model needs {(found.needed - spared) / GIB:.2f} GiB and the device has {free / GIB:.2f} free: {parts}, "
+        f"caches {(sum(caches.values()) - spared) / GIB:.2f}" + "".join(f"; {offer}" for offer in offers)
+    )
 
 
 def _halves(value: int, least: int) -> Iterator[int]:

@@ -89,7 +89,10 @@ def check(target: Target, dtype: torch.dtype | None = None, rows: tuple[Row, ...
         for format in FORMATS if op == "moe_experts" else (None,):
             here = replace(facts, format=format or "bf16")
             chosen = next(choice.row for choice in explain(target, here, rows=rows).choices if choice.op == op)
-            for row in (row for row in rows if row.op == op and row.problem(target, here) is None):
+            # Rows that models ask for, and those that any model takes.
+            kinds = (here, replace(here, batch_invariant=True))
+            holding = [row for row in rows if row.op == op and any(row.problem(target, kind) is None for kind in kinds)]
+            for row in holding:
                 given = [_in_format(call, format) for call in calls[op]] if format else calls[op]
                 yield _finding(row, target, dtype, format, given, row is chosen)
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
 import torch
+from triton.runtime import interpreter
 
+from inkling_kernels.rel_attention import rel_attention
 from inkling_kernels.testing import PagedBatch, tolerance
 
 
@@ -45,3 +48,17 @@ def signal(out: torch.Tensor, exact: Exact) -> float:
     error = (out.double().cpu() - exact.out).abs() / tolerance(out.dtype, exact.magnitude)
     error = torch.where(exact.out.isnan() & out.cpu().isnan(), 0.0, error)
     return float(error.nan_to_num(nan=float("inf")).max()) if error.numel() else 0.0
+
+
+def count_products(monkeypatch: pytest.MonkeyPatch) -> list[int] | None:
+    """A list that grows by one with every `tl.dot` of the interpreter, or None where kernels are compiled."""
+    if not isinstance(rel_attention.__globals__["_rel_attention_kernel"], interpreter.InterpretedFunction):
+        return None
+    stock, seen = interpreter.InterpreterBuilder.create_dot, []
+
+    def dot(self, *args):
+        seen.append(1)
+        return stock(self, *args)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+    return seen

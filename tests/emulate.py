@@ -66,10 +66,12 @@ SUITES: dict[str, Suite] = {
     "rel_attention": Suite(("rel_attention",), _ATTENTION, _NO_TYPES),
     "rel_attention_decode": Suite(("rel_attention_decode",), _ATTENTION, _NO_TYPES),
     "kv_cache": Suite(("kv_cache", "cache_fp8"), _KERNEL, "gradients"),
-    "short_conv": Suite(("short_conv",), _KERNEL, "gradients"),
+    "short_conv": Suite(("short_conv", "paged_conv"), _KERNEL, "gradients"),
     "norm": Suite(("norm",), _KERNEL, "gradients"),
     "embedding": Suite(("embedding",), _KERNEL, "gradients"),
     "activation": Suite(("activation",), _KERNEL, "gradients"),
+    "logits": Suite(("logits",), _KERNEL, "gradients"),
+    "linear": Suite(("batch_invariant",), "not torch and (core or one_tile)", "plans"),
     "routing": Suite(("routing",), _KERNEL, "gradients"),
     "expert_sort": Suite(("expert_sort",), _KERNEL, ""),
     "moe_gemm": Suite(
@@ -125,7 +127,7 @@ def sorted_out(report: ET.Element) -> Outcome:
         elif limit:
             outcome.cannot.append({"test": name, "why": limit[0].removeprefix("EmuError: ")[:200]})
         else:
-            outcome.failed[name] = text[-3000:]
+            outcome.failed[name] = text[-1200:]
     return outcome
 
 

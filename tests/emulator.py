@@ -50,6 +50,7 @@ def activate(backend: str, arch: int | str, races: bool = True) -> Any:
     import tcgen05
 
     _leave_waiting_blocks_alone(ptxemu.Exec, tcgen05)
+    compare_halves(ptxemu)
     add_small_products(gcnemu)
     emudrv.activate(backend, arch, races)
     return emudrv
@@ -85,6 +86,37 @@ def _leave_waiting_blocks_alone(machine: Any, tensor_memory: Any) -> None:
 
     machine.wgmma, machine.on_tile = wgmma, on_tile
     tensor_memory.t_ld, tensor_memory.t_st = _own_lanes(tensor_memory.t_ld), _own_lanes(tensor_memory.t_st)
+
+
+def compare_halves(machine: Any) -> None:
+    """`setp` of two packed 16-bit numbers, which compilers take from sm90 on: the first predicate is that of the lower
+    halves, the second of the upper ones (PTX ISA, "Half Precision Comparison Instructions: setp"). The emulator takes
+    the pair for one number and the second predicate for the opposite of the first."""
+    if hasattr(machine.Ops, "packed_setp"):
+        return
+    translate = machine.Ops.op_setp
+
+    def packed_setp(kernel: Any, x: Any, guard: Any) -> Any:
+        kind = machine.typ(x)
+        if kind not in ("f16x2", "bf16x2"):
+            return translate(kernel, x, guard)
+        if any(mod in ("and", "or", "xor") for mod in x.mods) or "|" not in x.args[0]:
+            raise machine.EmuError("unimplemented: " + x.text)
+        lines = [f"whole{i} = {kernel.rd(x.args[1 + i], 'b32', x)}" for i in range(2)]
+        for target, shift in zip(x.args[0].split("|"), (0, 16), strict=True):
+            halves = [f"(whole{i} >> u4({shift})).astype(u2)" for i in range(2)]
+            a, b = (f"bf2f({half})" if kind == "bf16x2" else f"{half}.view(np.float16)" for half in halves)
+            nan, test = f"(np.isnan({a}) | np.isnan({b}))", x.mods[0]
+            if test in ("num", "nan"):
+                found = nan if test == "nan" else f"~{nan}"
+            elif test in machine.Ops.CMP:
+                found = f"(({a} {machine.Ops.CMP[test]} {b}) & ~{nan})"
+            else:
+                found = f"(({a} {machine.Ops.CMP[test[:-1]]} {b}) | {nan})"
+            lines.append(kernel.wr(target.strip(), found, "pred", x, guard))
+        return lines
+
+    machine.Ops.op_setp = machine.Ops.packed_setp = packed_setp
 
 
 def add_small_products(machine: Any) -> None:

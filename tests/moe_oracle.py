@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from on_device import on_device
 
+from inkling_kernels.act_quant import dequantise_activations, quantise_activations
 from inkling_kernels.numerics import ExpertWeight
 from inkling_kernels.target import Target, current_target
 
@@ -29,6 +30,29 @@ def oracle(x: np.ndarray, w13: np.ndarray, w2: np.ndarray, ids: np.ndarray, weig
             if e >= 0:
                 gate, up = w13[e, 0::2] @ x[t], w13[e, 1::2] @ x[t]
                 out[t] += weights[t, k] * (w2[e] @ (gate / (1 + np.exp(-gate)) * up))
+    return out
+
+
+def quantised(x: np.ndarray, kind: str, scale2: torch.Tensor | None) -> np.ndarray:
+    """`x`, rounded to bfloat16, as `quantise_activations` (which has tests of its own) leaves it."""
+    codes, scales = quantise_activations(torch.from_numpy(x).float().bfloat16().float(), kind, scale2)
+    return dequantise_activations(codes, scales, kind, scale2).double().numpy()
+
+
+def native_oracle(
+    x: np.ndarray, exact: Sequence[np.ndarray], ids: np.ndarray, gammas: np.ndarray, kind: str,
+    inputs: Sequence[torch.Tensor | None],
+) -> np.ndarray:  # fmt: skip
+    """`oracle` of tokens quantised to `kind`: a pair at a time, products on quantised activations, the gated values
+    rounded to bfloat16. `inputs`: the input scales of w13 and w2."""
+    out = np.zeros(x.shape)
+    x = quantised(x, kind, inputs[0])
+    for t, row in enumerate(ids):
+        for k, e in enumerate(row):
+            if e >= 0:
+                gate, up = exact[0][e, 0::2] @ x[t], exact[0][e, 1::2] @ x[t]
+                inner = quantised((gate / (1 + np.exp(-gate)) * up)[None], kind, inputs[1])[0]
+                out[t] += gammas[t, k] * (exact[1][e] @ inner)
     return out
 
 

@@ -15,10 +15,17 @@ class Unchanged(ValueError):
 
 
 def broken(
-    folder: Path, name: str, files: tuple[str, ...], file: str, text: str, instead: str
+    folder: Path,
+    name: str,
+    files: tuple[str, ...],
+    file: str,
+    text: str,
+    instead: str,
+    source_folder: Path = PACKAGE,
+    prefix: str = "inkling_kernels.",
 ) -> dict[str, ModuleType]:
-    """Copies of `files` (modules of the package) as package `name` under `folder`, with every `text` of `file`
-    replaced.
+    """Copies of `files` (modules of `source_folder`, imported with `prefix`) as package `name` under `folder`, with
+    every `text` of `file` replaced.
 
     Returns the modules by file name. `folder` is put on `sys.path` and stays there: Triton reads the sources later.
     """
@@ -26,12 +33,12 @@ def broken(
     package.mkdir()
     (package / "__init__.py").touch()
     for other in files:
-        source = (PACKAGE / f"{other}.py").read_text(encoding="utf-8")
+        source = (source_folder / f"{other}.py").read_text(encoding="utf-8")
         if other == file:
             if text not in source:
                 raise Unchanged(f"{file}.py no longer contains {text!r}")
             source = source.replace(text, instead)
-        (package / f"{other}.py").write_text(source.replace("inkling_kernels.", f"{name}."), encoding="utf-8")
+        (package / f"{other}.py").write_text(source.replace(prefix, f"{name}."), encoding="utf-8")
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
     importlib.invalidate_caches()

@@ -67,10 +67,10 @@ def test_every_case_is_accepted_at_its_full_size(monkeypatch: pytest.MonkeyPatch
 def small() -> list[gpu_cases.Timed]:
     """Cases of every kind that the interpreter does in seconds."""
     torch.manual_seed(0)
-    wanted = ("prefill 8K, sliding", "verify 9 rows, b1 at 64K")
-    attention = [c for c in gpu_cases.attentions(None, "cpu", shrink=512) if c.name.startswith(wanted)]
+    wanted = ("prefill 8K, sliding", "decode b1 at 8K")
+    attention = [c for c in gpu_cases.attentions(None, "cpu", shrink=1024) if c.name.startswith(wanted)]
     experts = gpu_cases.experts(None, "cpu", tokens=(3,), number=8, hidden=64, width=32)
-    return [*attention, *gpu_cases.streams(None, "cpu", tokens=66), *experts]
+    return [*attention, *gpu_cases.streams(None, "cpu", tokens=9), *experts]
 
 
 @pytest.mark.usefixtures("kernel_device")

@@ -168,6 +168,21 @@ def test_sliding_pages_go_back_behind_the_window(config: InklingConfig, chunk: i
     balanced(cache)
 
 
+def test_a_batch_states_its_longest_query_and_context(config: InklingConfig) -> None:
+    """What the host knows is what the tensors say; nothing is known of a batch that somebody else makes."""
+    cache = new_cache(config, 20, 20)
+    seqs = [cache.open(list(range(40)), 40, 40) for _ in range(3)]
+    for rows in ([9, 1, 20], [1, 1, 1], [0, 3, 1], [0, 0, 0]):
+        batch = cache.batch(seqs, rows)
+        assert batch.max_query_len == int(batch.cu_seqlens.diff().max()) == max(rows)
+        assert batch.max_kv_len == int(batch.kv_lens.max())
+        for seq, n in zip(seqs, rows, strict=True):
+            cache.advance(seq, n)
+    whole = Batch.uncached(2, 7)
+    assert (whole.max_query_len, whole.max_kv_len) == (7, 7)
+    assert Batch(whole.cu_seqlens, whole.kv_lens, whole.slots, {}, {}, None).max_query_len is None
+
+
 def test_the_rings_depend_on_sequences_alone(config: InklingConfig) -> None:
     """B8: three rows a sequence and site, whatever the lengths, chunks and pages."""
     for full, page in ((10, 4), (1000, 64)):

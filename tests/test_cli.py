@@ -188,6 +188,19 @@ def test_a_reader_that_leaves_is_no_traceback(echo: str, monkeypatch: pytest.Mon
 # inkling explain.
 
 
+def test_explain_for_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    """What a row says of the width that eight devices leave each other."""
+    arguments = ["explain", "--target", "gfx950", "--format", "mxfp4", "--json", "--tensor-parallel-size"]
+    assert main([*arguments, "8"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["facts"]["expert_width"] == 384
+    (experts,) = [each for each in record["operations"] if each["op"] == "moe_experts"]
+    reasons = {row["name"]: row["reason"] for row in experts["passed_over"]}
+    assert "needs an expert width on this rank that is a multiple of 256, not 384" in reasons["aiter"]
+    assert main([*arguments, "7"]) == 2
+    assert "--tensor-parallel-size is 7, which does not divide" in capsys.readouterr().err
+
+
 def test_explain_prints_what_runs_and_why(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "--target", "cpu", "--format", "nvfp4"]) == 0
     out = " ".join(capsys.readouterr().out.split())

@@ -125,6 +125,55 @@ def test_products_of_four_by_four(block: int | None, added: bool) -> None:
             assert registers[4 + row, 0, lane : lane + 1].view(np.float32)[0] == exact
 
 
+HALVES = """
+.version 8.0
+.target sm_90
+.address_size 64
+.visible .entry halves(.param .u64 halves_param_0, .param .u64 halves_param_1) .reqntid 32 {
+  .reg .pred %p<3>;
+  .reg .b32 %r<8>;
+  .reg .b64 %rd<8>;
+  ld.param.u64 %rd1, [halves_param_0];
+  ld.param.u64 %rd2, [halves_param_1];
+  mov.u32 %r1, %tid.x;
+  mul.wide.u32 %rd3, %r1, 4;
+  add.s64 %rd4, %rd1, %rd3;
+  add.s64 %rd5, %rd2, %rd3;
+  ld.global.b32 %r2, [%rd4];
+  ld.global.b32 %r3, [%rd4+128];
+  setp.TEST.KIND %p1|%p2, %r2, %r3;
+  selp.b32 %r4, 1, 0, %p1;
+  selp.b32 %r5, 2, 0, %p2;
+  or.b32 %r6, %r4, %r5;
+  st.global.b32 [%rd5], %r6;
+  ret;
+}
+"""
+
+
+@pytest.mark.skipif(emulator.folder() is None, reason=emulator.ABSENT)
+@pytest.mark.parametrize("kind", ["bf16x2", "f16x2"])
+@pytest.mark.parametrize("test", ["lt", "ne", "geu", "num"])
+def test_halves_are_compared_apart(kind: str, test: str) -> None:
+    sys.path.append(str(emulator.folder()))
+    import gcnemu  # noqa: F401  the emulator's modules import each other in this order
+    import ptxemu
+
+    emulator.compare_halves(ptxemu)
+    rng = np.random.default_rng(1)
+    numbers = rng.choice(np.array([0.5, -1.0, 2.0, np.nan, np.inf], np.float32), 128)
+    stored = numbers.astype(ml_dtypes.bfloat16 if kind == "bf16x2" else np.float16).view(np.uint16)
+    memory = ptxemu.Memory(1 << 16)
+    source, out = memory.put(stored.view(np.uint32)), memory.put(np.zeros(32, np.uint32))
+    ptxemu.Kernel(HALVES.replace("TEST", test).replace("KIND", kind), "halves").launch(
+        memory, (1, 1, 1), (source, out), 0
+    )
+    a, b = numbers[:64], numbers[64:]
+    nan = np.isnan(a) | np.isnan(b)
+    exact = {"lt": a < b, "ne": (a != b) & ~nan, "geu": (a >= b) | nan, "num": ~nan}[test].reshape(32, 2)
+    np.testing.assert_array_equal(memory.get(out), exact[:, 0] + 2 * exact[:, 1])
+
+
 def test_the_page_lists_what_was_not_run_or_not_executed() -> None:
     cannot = [{"test": "test_a", "why": "unimplemented: x"}]
     page = emulate.page([{"module": "norm", "target": "sm100", "passed": 3, "cannot": cannot}])

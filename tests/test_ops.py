@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,22 @@ def test_the_interpreter_must_be_on_before_kernels_are_imported(monkeypatch: pyt
         Ops.bind(INTERPRET, Facts(), rows=table(**STDLIB))
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert Ops.bind(INTERPRET, Facts(), rows=table(**STDLIB)).target is INTERPRET
+
+
+def test_launchers_are_bound_to_the_device_that_they_plan_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So no call asks a driver: every kernel of the table has its target, and what plans nothing is left as it is."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    for invariant in (False, True):
+        ops = Ops.bind(INTERPRET, Facts(batch_invariant=invariant), {})
+        for op, choice in ops.choices.items():
+            assert choice.row is not None
+            bound = getattr(ops, op)
+            if choice.row.name == "torch":
+                assert not isinstance(bound, partial)
+            else:
+                assert bound.keywords == {"target": INTERPRET}, op
+    cpu = Ops.bind(CPU, Facts(), {})
+    assert not any(isinstance(getattr(cpu, op), partial) for op in OPS)
 
 
 def test_importing_ops_imports_no_implementation() -> None:

@@ -150,6 +150,28 @@ def test_the_longest_context_is_the_last_that_fits() -> None:
                 assert not plans.plan(SMALL, replace(wish, max_model_len=length + 1024), memory).fits
 
 
+def test_a_device_that_is_too_small_is_refused_with_the_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wish = Wish(1, "nvfp4", 65536, 8, chunk=512)
+    with pytest.raises(
+        ValueError, match=r"needs 1\d\d\.\d\d GiB and the device has 120.00 free: .*routed experts 1"
+    ) as told:
+        plans.require(SMALL, wish, 120 * GIB, 4 * GIB)
+    assert "caches 4.00" in str(told.value)
+    assert "2 devices, nvfp4 experts" in str(told.value)
+    found = plans.plan(SMALL, wish)
+    caches = sum(size for name, size in found.parts.items() if name.startswith("cache"))
+    plans.require(SMALL, wish, found.needed - caches + 4 * GIB, 4 * GIB)
+    with pytest.raises(ValueError, match="free: "):
+        plans.require(SMALL, wish, found.needed - caches + 4 * GIB - 1, 4 * GIB)
+
+    write_small(tmp_path, depths=0, head_dim=32, swa_head_dim=32)
+    monkeypatch.setattr("inkling_portable.llm.load_tensors", lambda *_, **__: pytest.fail("a weight was read"))
+    monkeypatch.setattr("inkling_portable.llm.usable_target", lambda _: Target.parse("sm90"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (GIB, GIB))
+    with pytest.raises(ValueError, match=r"the model needs 2\.\d\d GiB and the device has 1\.00 free"):
+        LLM(tmp_path, max_model_len=64)
+
+
 def test_every_gpu_has_a_memory() -> None:
     assert set(MEMORY) == {target.arch for target in TARGETS if target.is_gpu}
     with pytest.raises(ValueError, match="the memory of cpu is not known"):

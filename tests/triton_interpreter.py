@@ -119,7 +119,8 @@ def _block_scales() -> None:
             found = np.ascontiguousarray(bits).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
         raw = np.ascontiguousarray(scale.data).view(np.uint8)
         if scale.dtype.scalar == tl.float8e4nv:
-            factor = raw.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+            # As in hardware, a scale has no sign.
+            factor = (raw & 0x7F).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
         else:
             factor = raw.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
         return found * factor.repeat(found.shape[-1] // factor.shape[-1], -1)

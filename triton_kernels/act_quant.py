@@ -77,7 +77,7 @@ def _quantise_kernel(
         byte = tl.where(bad, 0xFF, power).to(tl.uint8)
     safe = tl.where(step > 0.0, step, 1.0)
     value = tl.where((step > 0.0)[:, :, None], tl.div_rn(x, safe[:, :, None]), 0.0)
-    value = tl.reshape(tl.where(bad[:, :, None], 0.0, value), [BLOCK_T, BLOCK_K])
+    value = tl.reshape(tl.where(bad[:, :, None], float("nan"), value), [BLOCK_T, BLOCK_K])
     block = first // SIZE + tl.arange(0, B)
     scale_at = scale_ptr + ((row * scale_row)[:, None] + block.to(tl.int64)[None, :])
     tl.store(scale_at, byte, mask=(row < rows)[:, None] & (block < columns // SIZE)[None, :])

@@ -26,7 +26,8 @@ from inkling_kernels.fp8 import fp8_fn, fp8_ref
 from inkling_kernels.norm import normed_fn, rms_norm_ref
 from inkling_kernels.ragged import FLOATS, check_config, check_tensor, sequence_tile_fn
 from inkling_kernels.rel_attention_tile import FP8_KINDS, cache_operands, check_scales
-from inkling_kernels.short_conv import check_conv, convolved_fn, convolved_ref, keep_fn, owner_fn
+from inkling_kernels.short_conv import convolved_ref
+from inkling_kernels.short_conv_tile import check_conv, convolved_fn, keep_fn, owner_fn
 from inkling_kernels.target import Target
 
 

@@ -64,8 +64,9 @@ class MoeConfig:
 
 
 SMALL_BATCH = MoeConfig()
-# RDNA: longer rows of codes reach the matrix unit through shared memory in fewer instructions than through lanes.
-SMALL_BATCH_WMMA = MoeConfig(block_k=128)
+# RDNA: longer rows of codes reach the matrix unit through shared memory in fewer instructions than through lanes, and
+# half as many of them fit its registers.
+SMALL_BATCH_WMMA = MoeConfig(block_n=64, block_k=128)
 LARGE_BATCH = MoeConfig(block_m=64)
 # Where shared memory has room for three stages of it.
 FULL_BATCH = MoeConfig(block_m=128, num_warps=8, num_stages=3)

@@ -229,9 +229,7 @@ class ExpertWeight:
         if self.order not in ORDERS:
             raise ValueError(f"order: {self.order!r} is unknown, expected one of {', '.join(ORDERS)}")
         if self.order == "words" and (self.format == "bf16" or self.data.shape[-1] % 4):
-            raise ValueError(
-                "order: 'words' is of packed codes in whole 32-bit words, expected 'pairs' for this weight"
-            )
+            raise ValueError("order: 'words' is of packed codes in whole 32-bit words, expected 'pairs' here")
         if self.data.dim() != 3:
             raise ValueError(f"data: shape {list(self.data.shape)}, expected three dimensions [experts, rows, columns]")
         if self.layout == "interleaved" and self.data.shape[1] % 2:

@@ -98,7 +98,7 @@ def rel_attention_config(
     listed: tuple[RelAttentionConfig, ...] = _MFMA if "mfma" in target.capabilities else _MMA
     if "tcgen05" in target.capabilities:
         # With other numbers of stages, Triton 3.6 or 3.9 leaves some cases a few bytes short of registers.
-        stages = 2 if kv_itemsize == 1 and group <= 4 else 3
+        stages = 3 if kv_itemsize == 1 and group <= 4 else 2
         listed = (RelAttentionConfig(block_m=64, tokens=16, num_stages=stages),)
     fits = (c for c in listed if not c.problems(target, group=group, head_dim=head_dim, itemsize=itemsize))
     return next(fits, DEFAULT)

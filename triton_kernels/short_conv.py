@@ -34,10 +34,9 @@ import triton.language as tl
 
 from inkling_kernels.compile_case import NO_MATRIX, CompileCase
 from inkling_kernels.norm import rms_norm_ref
-from inkling_kernels.ragged import FLOATS, check_batch, check_config, check_tensor, sequence_tile_fn
+from inkling_kernels.ragged import check_config, check_tensor, sequence_tile_fn
+from inkling_kernels.short_conv_tile import check_conv, convolved_fn, keep_fn, owner_fn
 from inkling_kernels.target import Target
-
-MAX_WIDTH = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,82 +69,6 @@ DEFAULT = ShortConvConfig()
 
 
 @triton.jit
-def owner_fn(slots_ptr, slots_strides, seq, PAGED: tl.constexpr):
-    """A sequence's row of `state` (-1: it has none) and where its entries of `slots` begin."""
-    slots_ptr += seq.to(tl.int64) * slots_strides[0]
-    slot = 0
-    if not PAGED:
-        slot = tl.load(slots_ptr)
-    return slot, slots_ptr
-
-
-@triton.jit
-def state_row_fn(slot, slots_ptr, slots_block, position, live, ring, state_slot, state_row, PAGED: tl.constexpr):
-    """Offsets (int64) in `state` of the rows that hold `position`, right where `live`."""
-    if PAGED:
-        slot = tl.load(slots_ptr + (position // ring).to(tl.int64) * slots_block, mask=live, other=0)
-    return slot.to(tl.int64) * state_slot + (position % ring).to(tl.int64) * state_row
-
-
-@triton.jit
-def convolved_fn(
-    x_ptr, x_row, x_at, weight_ptr, weight_at, weight_tap, state_ptr, state_slot, state_row, state_at,
-    slot, slots_ptr, slots_block, ring, begin, length, local, start, column_live,
-    WIDTH: tl.constexpr, BLOCK_T: tl.constexpr, PAGED: tl.constexpr,
-):  # fmt: skip
-    """Float32 `[BLOCK_T, C]`: rows `local ..` of a sequence, convolved; rows past its last are 0. `x_at`, `weight_at`
-    and `state_at` are the channels' int64 offsets in their tensors. Rows before position 0, and all older rows where
-    there is no state, are 0."""
-    index = local + tl.arange(0, BLOCK_T)
-    live = index < length
-    total = tl.zeros([BLOCK_T, x_at.shape[0]], tl.float32)
-    tap = total
-    for j in tl.static_range(WIDTH):
-        source = index - (WIDTH - 1 - j)
-        new = (live & (source >= 0))[:, None] & column_live[None, :]
-        at = (begin + source).to(tl.int64) * x_row
-        tap = tl.load(x_ptr + at[:, None] + x_at[None, :], mask=new, other=0.0)
-        if state_ptr is not None and j < WIDTH - 1:
-            position = tl.where(slot >= 0, start + source, -1)
-            old = live & (source < 0) & (position >= 0)
-            at = state_row_fn(slot, slots_ptr, slots_block, position, old, ring, state_slot, state_row, PAGED)
-            old = old[:, None] & column_live[None, :]
-            held = tl.load(state_ptr + at[:, None] + state_at[None, :], mask=old, other=0.0)
-            tap = tl.where(old, held.to(tap.dtype), tap)
-        tap = tap.to(tl.float32)
-        weight = tl.load(weight_ptr + (weight_at + j * weight_tap), mask=column_live, other=0.0)
-        total = tl.fma(tap, tl.broadcast_to(weight[None, :], tap.shape), total)
-    return total + tap
-
-
-@triton.jit
-def keep_fn(
-    x_ptr, x_row, x_at, state_ptr, state_slot, state_row, state_at, slot, slots_ptr, slots_block, ring, begin, length,
-    local, start, column_live, BLOCK_T: tl.constexpr, PAGED: tl.constexpr,
-):  # fmt: skip
-    """Write a sequence's inputs where positions from 0 on belong. Into a ring: in its first tile, after all its threads
-    have read it, the newest ones, as many as it has rows for. Into pages, where no row takes another's place: every
-    tile its own."""
-    if PAGED:
-        kept = tl.minimum(length - local, BLOCK_T)
-        newest = local
-    else:
-        kept = tl.where(local == 0, tl.minimum(length, ring), 0)
-        newest = length - kept
-        if kept > 0:
-            tl.debug_barrier()
-    for first in range(0, kept, BLOCK_T):
-        index = newest + first + tl.arange(0, BLOCK_T)
-        position = tl.where(slot >= 0, start + index, -1)
-        live = (index < length) & (position >= 0)
-        kept_at = state_row_fn(slot, slots_ptr, slots_block, position, live, ring, state_slot, state_row, PAGED)
-        live = live[:, None] & column_live[None, :]
-        at = (begin + index).to(tl.int64) * x_row
-        x = tl.load(x_ptr + at[:, None] + x_at[None, :], mask=live, other=0.0)
-        tl.store(state_ptr + kept_at[:, None] + state_at[None, :], x.to(state_ptr.dtype.element_ty), mask=live)
-
-
-@triton.jit
 def _sum_fn(
     x_ptr, weight_ptr, state_ptr, residual_ptr, x_strides, weight_strides, state_strides, residual_strides, channel,
     slot, slots_ptr, slots_block, ring, begin, length, covered, local, start, column_live, WIDTH: tl.constexpr,
@@ -166,6 +89,35 @@ def _sum_fn(
     return y
 
 
+@triton.jit
+def _write_fn(
+    out_ptr, normed_ptr, x_ptr, weight_ptr, state_ptr, residual_ptr, norm_ptr, x_strides, weight_strides,
+    state_strides, residual_strides, norm_stride, scale, channel, channels, slot, slots_ptr, slots_block, ring, begin,
+    length, covered, local, start, WIDTH: tl.constexpr, BLOCK_T: tl.constexpr, PAGED: tl.constexpr,
+):  # fmt: skip
+    """Write a run of channels of the result, of what the state keeps, and of the norm, whose rows `scale` scales."""
+    column_live = channel < channels
+    y = _sum_fn(
+        x_ptr, weight_ptr, state_ptr, residual_ptr, x_strides, weight_strides, state_strides, residual_strides,
+        channel, slot, slots_ptr, slots_block, ring, begin, length, covered, local, start, column_live, WIDTH, BLOCK_T,
+        PAGED,
+    )  # fmt: skip
+    if state_ptr is not None:
+        keep_fn(
+            x_ptr, x_strides[0], channel * x_strides[1], state_ptr, state_strides[0], state_strides[1],
+            channel * state_strides[2], slot, slots_ptr, slots_block, ring, begin, length, local, start, column_live,
+            BLOCK_T, PAGED,
+        )  # fmt: skip
+    row = local + tl.arange(0, BLOCK_T)
+    live = (row < covered)[:, None] & column_live[None, :]
+    at = ((begin + row).to(tl.int64) * channels)[:, None] + channel[None, :]
+    tl.store(out_ptr + at, y, mask=live)
+    if norm_ptr is not None:
+        weight = tl.load(norm_ptr + channel * norm_stride, mask=column_live, other=0.0).to(tl.float32)
+        normed = (y.to(tl.float32) * scale[:, None]).to(y.dtype).to(tl.float32) * weight[None, :]
+        tl.store(normed_ptr + at, normed.to(y.dtype), mask=live)
+
+
 @triton.jit(do_not_specialize=["rows", "batch", "ring", "eps"])
 def _short_conv_kernel(
     out_ptr, normed_ptr, x_ptr, weight_ptr, state_ptr, slots_ptr, cu_ptr, kv_lens_ptr, residual_ptr, norm_ptr, rows,
@@ -180,40 +132,29 @@ def _short_conv_kernel(
     slot = -1
     if state_ptr is not None:
         slot, slots_ptr = owner_fn(slots_ptr, slots_strides, seq, PAGED)
-    first, step = tl.program_id(1) * BLOCK_C, tl.num_programs(1) * BLOCK_C
+    run = tl.arange(0, BLOCK_C).to(tl.int64)
     scale = tl.zeros([BLOCK_T], tl.float32)
-    if norm_ptr is not None:
-        for begin_c in range(first, channels, step):
-            channel = begin_c + tl.arange(0, BLOCK_C).to(tl.int64)
+    if norm_ptr is None:
+        _write_fn(
+            out_ptr, normed_ptr, x_ptr, weight_ptr, state_ptr, residual_ptr, norm_ptr, x_strides, weight_strides,
+            state_strides, residual_strides, norm_stride, scale, tl.program_id(1) * BLOCK_C + run, channels, slot,
+            slots_ptr, slots_strides[1], ring, begin, length, covered, local, start, WIDTH, BLOCK_T, PAGED,
+        )  # fmt: skip
+    else:
+        for first in range(0, channels, BLOCK_C):
             y = _sum_fn(
                 x_ptr, weight_ptr, state_ptr, residual_ptr, x_strides, weight_strides, state_strides, residual_strides,
-                channel, slot, slots_ptr, slots_strides[1], ring, begin, length, covered, local, start,
-                channel < channels, WIDTH, BLOCK_T, PAGED,
+                first + run, slot, slots_ptr, slots_strides[1], ring, begin, length, covered, local, start,
+                first + run < channels, WIDTH, BLOCK_T, PAGED,
             ).to(tl.float32)  # fmt: skip
             scale += tl.sum(y * y, 1)
         scale = 1.0 / tl.sqrt(scale / channels + eps)
-    for begin_c in range(first, channels, step):
-        channel = begin_c + tl.arange(0, BLOCK_C).to(tl.int64)
-        column_live = channel < channels
-        y = _sum_fn(
-            x_ptr, weight_ptr, state_ptr, residual_ptr, x_strides, weight_strides, state_strides, residual_strides,
-            channel, slot, slots_ptr, slots_strides[1], ring, begin, length, covered, local, start, column_live, WIDTH,
-            BLOCK_T, PAGED,
-        )  # fmt: skip
-        if state_ptr is not None:
-            keep_fn(
-                x_ptr, x_strides[0], channel * x_strides[1], state_ptr, state_strides[0], state_strides[1],
-                channel * state_strides[2], slot, slots_ptr, slots_strides[1], ring, begin, length, local, start,
-                column_live, BLOCK_T, PAGED,
+        for first in range(0, channels, BLOCK_C):
+            _write_fn(
+                out_ptr, normed_ptr, x_ptr, weight_ptr, state_ptr, residual_ptr, norm_ptr, x_strides, weight_strides,
+                state_strides, residual_strides, norm_stride, scale, first + run, channels, slot, slots_ptr,
+                slots_strides[1], ring, begin, length, covered, local, start, WIDTH, BLOCK_T, PAGED,
             )  # fmt: skip
-        row = local + tl.arange(0, BLOCK_T)
-        live = (row < covered)[:, None] & column_live[None, :]
-        at = ((begin + row).to(tl.int64) * channels)[:, None] + channel[None, :]
-        tl.store(out_ptr + at, y, mask=live)
-        if norm_ptr is not None:
-            weight = tl.load(norm_ptr + channel * norm_stride, mask=column_live, other=0.0).to(tl.float32)
-            normed = (y.to(tl.float32) * scale[:, None]).to(y.dtype).to(tl.float32) * weight[None, :]
-            tl.store(normed_ptr + at, normed.to(y.dtype), mask=live)
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,26 +222,6 @@ def short_conv(
             BLOCK_C=plan.block_c, PAGED=slots.dim() == 2, num_warps=plan.num_warps, enable_fp_fusion=True,
         )  # fmt: skip
     return out if normed is None else (out, normed)
-
-
-def check_conv(
-    op: str, x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor | None, slots: torch.Tensor,
-    cu_seqlens: torch.Tensor, kv_lens: torch.Tensor,
-) -> None:  # fmt: skip
-    """Raise TypeError or ValueError for what a convolution of `x` `[T, C]` cannot take."""
-    check_tensor(op, "x", x, (None, None), FLOATS)
-    check_tensor(op, "weight", weight, (x.shape[1], None), (torch.float32,), x.device)
-    width = weight.shape[1]
-    if not 1 <= width <= MAX_WIDTH:
-        raise ValueError(f"{op}: weight has a width of {width}; expected 1 to {MAX_WIDTH}")
-    if state is not None:
-        check_tensor(op, "state", state, (None, None, x.shape[1]), FLOATS, x.device)
-        # Rows of a paged state are never overwritten by later ones, so a block of one row would do.
-        if state.shape[1] < (1 if slots.dim() == 2 else max(1, width - 1)):
-            raise ValueError(
-                f"{op}: state keeps {state.shape[1]} rows a sequence; a width of {width} needs {max(1, width - 1)}"
-            )
-    check_batch(op, len(x), slots, cu_seqlens, kv_lens, state, x.device)
 
 
 def _case(

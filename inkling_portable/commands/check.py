@@ -80,13 +80,12 @@ def _table(found: list[Finding]) -> Table:
     from rich.text import Text
 
     table = Table(box=box.SIMPLE, pad_edge=False)
-    for heading in ("operation", "by", "experts", "off by", "allowed", "s", "", "evidence"):
+    for heading in ("operation", "by", "off by", "allowed", "s", "", "evidence"):
         table.add_column(heading, no_wrap=True)
     for each in found:
         table.add_row(
-            each.op,
+            " ".join(filter(None, (each.op, each.format))),
             Text(each.name, style="bold" if each.chosen else ""),
-            each.format or "",
             "" if each.error is None else f"{each.error:.0e}",
             "" if each.tolerance is None else f"{each.tolerance:.0e}",
             f"{each.seconds:.1f}",

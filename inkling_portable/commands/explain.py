@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -20,6 +21,9 @@ def explain(
     format: Annotated[
         str, typer.Option(metavar="F", help="Format of the expert weights: bf16, nvfp4 or mxfp4.")
     ] = "bf16",
+    tensor_parallel_size: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Devices that share each of Inkling's experts.")
+    ] = 1,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the README's table of all devices.")] = False,
 ) -> int:
@@ -36,7 +40,14 @@ def explain(
         typer.echo(dispatch.support_table())
         return 0
     device = current_target() if target is None else Target.parse(target)
-    explanation = dispatch.explain(device, dispatch.Facts(format=format), dispatch.forced_from_environment())
+    facts = dispatch.Facts(format=format)
+    if facts.expert_width % tensor_parallel_size:
+        raise ValueError(
+            f"--tensor-parallel-size is {tensor_parallel_size}, which does not divide the experts' width of "
+            f"{facts.expert_width}"
+        )
+    facts = replace(facts, expert_width=facts.expert_width // tensor_parallel_size)
+    explanation = dispatch.explain(device, facts, dispatch.forced_from_environment())
     if json:
         typer.echo(json_module.dumps(explanation.to_dict(), indent=2))
     else:

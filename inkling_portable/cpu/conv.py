@@ -31,7 +31,7 @@ from inkling_portable.cpu.tiles import (
 
 
 @helper
-def _convolve(total, like, x, x_stride, i, position, w, width, state, ring_stride, ring):
+def _convolve_fn(total, like, x, x_stride, i, position, w, width, state, ring_stride, ring):
     """Write into `total` the convolution of a sequence's row `i` of this step, `x` being the address of its row 0.
 
     `state` is the address of the sequence's ring, 0 where it has none.
@@ -52,7 +52,7 @@ def _convolve(total, like, x, x_stride, i, position, w, width, state, ring_strid
 
 
 @helper
-def _keep(like, x, x_stride, rows, length, state, ring_stride, ring, size):
+def _keep_fn(like, x, x_stride, rows, length, state, ring_stride, ring, size):
     """Put the last inputs of a sequence that now has `length` tokens into its ring, if it has one."""
     for i in range(max(rows - min(ring, length), 0), rows if state else 0):
         own = row_fn(like, x + i * x_stride * like.itemsize, size)
@@ -62,7 +62,7 @@ def _keep(like, x, x_stride, rows, length, state, ring_stride, ring, size):
 
 
 @helper
-def _sound(starts, lengths, slots, rows, sequences):
+def _sound_fn(starts, lengths, slots, rows, sequences):
     """Whether a batch stays within its rows and its state."""
     sound = starts[0] == 0 and starts[-1] <= rows
     for b in range(lengths.size):
@@ -77,18 +77,18 @@ def _short_conv(
 ):  # fmt: skip
     total, old, weight = np.empty(size, np.float32), np.empty(size, np.float32), row_fn(FLOAT, w, size * width)
     starts, lengths, slot = row_fn(INT, cu, batch + 1), row_fn(INT, lens, batch), row_fn(INT, slots, batch)
-    if not _sound(starts, lengths, slot, rows, sequences):
+    if not _sound_fn(starts, lengths, slot, rows, sequences):
         return False
     for b in range(batch):
         begin, end, length = starts[b], starts[b + 1], lengths[b]
         first = x + begin * x_stride * like.itemsize
         own = state + slot[b] * slot_stride * like.itemsize if state and slot[b] >= 0 else 0
         for t in range(begin, end):
-            _convolve(
+            _convolve_fn(
                 total, like, first, x_stride, t - begin, length - (end - t), weight, width, own, ring_stride, ring
             )
             write_fn(like, y + t * size * like.itemsize, total)
-        _keep(like, first, x_stride, end - begin, length, own, ring_stride, ring, size)
+        _keep_fn(like, first, x_stride, end - begin, length, own, ring_stride, ring, size)
     for t in range(rows):
         out = row_fn(like, y + t * size * like.itemsize, size)
         if t >= starts[batch]:
@@ -135,7 +135,7 @@ def _qkvr_prep(
     total, wide, weight = np.empty(2 * kv, np.float32), np.empty(dim, np.float32), row_fn(FLOAT, w, 2 * kv * width)
     starts, lengths, slot = row_fn(INT, cu, batch + 1), row_fn(INT, lens, batch), row_fn(INT, slots, batch)
     q_weight, k_weight, places = row_fn(like, q_norm, dim), row_fn(like, k_norm, dim), row_fn(LONG, mapping, rows)
-    if not _sound(starts, lengths, slot, rows, sequences):
+    if not _sound_fn(starts, lengths, slot, rows, sequences):
         return False
     for t in range(starts[batch]):
         if places[t] >= room:
@@ -157,7 +157,7 @@ def _qkvr_prep(
                 out[i] = narrow_fn(like, widen_fn(old[i]) * tau)
             if places[t] < 0:
                 continue
-            _convolve(total, like, first, x_stride, t - begin, position, weight, width, own, ring_stride, ring)
+            _convolve_fn(total, like, first, x_stride, t - begin, position, weight, width, own, ring_stride, ring)
             for c in range(2 * kv):
                 total[c] = widen_fn(narrow_fn(like, total[c]))
             at, offset = places[t] // page, places[t] % page
@@ -166,7 +166,7 @@ def _qkvr_prep(
                 key_at = k_pages + (at * k_page + offset * k_token + h * k_head) * size
                 normed_fn(like, key_at, key, k_weight, eps, np.float32(1))
                 write_fn(like, v_pages + (at * v_page + offset * v_token + h * v_head) * size, value)
-        _keep(like, first, x_stride, end - begin, length, own, ring_stride, ring, 2 * kv)
+        _keep_fn(like, first, x_stride, end - begin, length, own, ring_stride, ring, 2 * kv)
     clear_fn(row_fn(like, q + starts[batch] * heads * dim * size, (rows - starts[batch]) * heads * dim))
     clear_fn(row_fn(like, r + starts[batch] * heads * d_rel * size, (rows - starts[batch]) * heads * d_rel))
     return True

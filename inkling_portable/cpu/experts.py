@@ -1,4 +1,4 @@
-"""The routed experts on a CPU, unquantised: tokens grouped by expert, so that an expert's weights are read once.
+"""The routed experts on a CPU: tokens grouped by expert, so that an expert's weights are read, or unpacked, once.
 
 Pairs (token, choice) are sorted by expert. A part of the first product takes some of them, 4 tokens of an expert at a
 time, and leaves `weight * silu(gate) * up` in float32; a part of the second takes some columns of the result, for all
@@ -14,6 +14,7 @@ from numba import prange
 
 from inkling_kernels.moe_gemm import moe_experts_ref
 from inkling_kernels.numerics import ExpertWeight
+from inkling_portable.cpu.packed import dense_fn, place_of
 from inkling_portable.cpu.tiles import (
     FEW,
     FLOAT,
@@ -25,6 +26,7 @@ from inkling_portable.cpu.tiles import (
     dots_fn,
     four_fn,
     gate_fn,
+    helper,
     kernel,
     parallel_kernel,
     parts_of,
@@ -37,6 +39,8 @@ from inkling_portable.cpu.tiles import (
 
 #: Multiplications below which another thread costs more than it saves.
 _LEAST = 1 << 16
+#: Columns of the second weight that are turned at a time: they stay in the nearer caches.
+_COLUMNS = 256
 
 
 @kernel
@@ -62,12 +66,11 @@ def _sort(order, offsets, ids, experts):
 
 
 @kernel
-def _up_part(
-    part, parts, like, hidden, width, order, offsets, weights, top_k, x, x_stride, w, stride, row_stride, inputs
-):
+def _up_part(part, parts, like, hidden, width, order, offsets, weights, top_k, x, x_stride, place, scales, inputs):
     """Rows of the sorted pairs in `hidden` `[at least pairs, at least width]`."""
     weight = row_fn(FLOAT, weights, order.size)
     begin, end = span_fn(offsets[-1], part, parts)
+    dense = np.empty((2 * width if scales.size else 0, inputs), like.dtype)
     for e in range(offsets.size - 1):
         first, last = max(begin, offsets[e]), min(end, offsets[e + 1])
         if first >= last:
@@ -77,8 +80,9 @@ def _up_part(
         for i in range(rows):
             token = order[min(first + i, last - 1)] // top_k
             read_fn(wide[i], like, x + token * x_stride * like.itemsize)
+        base, stride = dense_fn(dense, like, place, scales, e, 0)
         for n in range(0, 2 * width, 4):
-            four = four_fn(like, w + e * stride * like.itemsize, row_stride, n, 2 * width - 1, inputs)
+            four = four_fn(like, base, stride, n, 2 * width - 1, inputs)
             for t in range(0, rows, 4):
                 found = dots_fn(wide[t : t + 4], four)
                 for i in range(4):
@@ -91,80 +95,93 @@ def _up_part(
 
 
 @parallel_kernel
-def _up_parallel(
-    parts, like, hidden, width, order, offsets, weights, top_k, x, x_stride, w, stride, row_stride, inputs
-):
+def _up_parallel(parts, like, hidden, width, order, offsets, weights, top_k, x, x_stride, place, scales, inputs):
     for part in prange(parts):
-        _up_part(
-            part, parts, like, hidden, width, order, offsets, weights, top_k, x, x_stride, w, stride, row_stride, inputs
-        )
+        _up_part(part, parts, like, hidden, width, order, offsets, weights, top_k, x, x_stride, place, scales, inputs)
+
+
+@helper
+def _add_turned_fn(out, like, hidden, width, tokens, turned, made, w, stride):
+    """Add to some columns of the rows `tokens` of `out` the products of `hidden` with those columns' weight rows."""
+    size = out.shape[1]
+    for n in range(size):
+        row = row_fn(like, w + n * stride * like.itemsize, width)
+        for k in range(width):
+            turned[k, n] = widen_fn(row[k])
+    for p in range(0, tokens.size, 4):
+        for i in range(4):
+            clear_fn(made[i])
+        for k in range(0, width, 4):
+            four = turned[k, :size], turned[k + 1, :size], turned[k + 2, :size], turned[k + 3, :size]
+            blend_fn(made[0, :size], made[1, :size], made[2, :size], made[3, :size], hidden[p : p + 4, k : k + 4], four)
+        for i in range(min(4, tokens.size - p)):
+            row = out[tokens[p + i]]
+            for n in range(size):
+                row[n] += made[i, n]
 
 
 @kernel
-def _down_part(part, parts, like, out, hidden, width, order, offsets, top_k, w, stride, row_stride, few):
-    """Columns of `out` `[T, H]` float32."""
-    begin, end = span_fn(out.shape[1], part, parts)
-    size = end - begin
-    # A row length that is no power of two, lest its columns fall on each other in the processor's cache.
-    turned, spare = np.empty((width + 4, (size + 15) // 16 * 16 + 16), np.float32), np.empty(size, np.float32)
+def _down_part(part, parts, like, out, outs, hidden, width, order, offsets, top_k, place, scales, few):
+    """Some columns of the result, which lie together in `out` float32: what two cores write shall not be neighbours."""
+    begin, end = span_fn(outs, part, parts)
+    rows = order.size // top_k
+    own = out[rows * begin : rows * end].reshape(rows, end - begin)
+    # Rows of no power of two, lest they fall on each other in the processor's cache.
+    turned, made = np.empty((width + 4, _COLUMNS + 16), np.float32), np.empty((4, _COLUMNS + 16), np.float32)
     for k in range(width, width + 4):
         clear_fn(turned[k])
-    for t in range(len(out)):
-        clear_fn(out[t, begin:end])
+    for t in range(rows):
+        clear_fn(own[t])
+    tokens = np.empty(order.size, np.int32)
+    for p in range(order.size):
+        tokens[p] = order[p] // top_k
+    dense = np.empty((end - begin if scales.size else 0, width), like.dtype)
     for e in range(offsets.size - 1):
         first, last = offsets[e], offsets[e + 1]
-        base = w + (e * stride + begin * row_stride) * like.itemsize
-        for n in range(size if first < last else 0):
-            row = row_fn(like, base + n * row_stride * like.itemsize, width)
-            if few:
-                for p in range(first, last):
-                    out[order[p] // top_k, begin + n] += dot_fn(hidden[p, :width], row)
-            else:
-                for k in range(width):
-                    turned[k, n] = widen_fn(row[k])
-        for p in range(first, first if few else last, 4):
-            y0 = out[order[p] // top_k, begin:end]
-            y1 = out[order[p + 1] // top_k, begin:end] if p + 1 < last else spare
-            y2 = out[order[p + 2] // top_k, begin:end] if p + 2 < last else spare
-            y3 = out[order[p + 3] // top_k, begin:end] if p + 3 < last else spare
-            for k in range(0, width, 4):
-                four = turned[k, :size], turned[k + 1, :size], turned[k + 2, :size], turned[k + 3, :size]
-                blend_fn(y0, y1, y2, y3, hidden[p : p + 4, k : k + 4], four)
+        if first == last:
+            continue
+        base, stride = dense_fn(dense, like, place, scales, e, begin)
+        for n in range(end - begin if few else 0):
+            row = row_fn(like, base + n * stride * like.itemsize, width)
+            for p in range(first, last):
+                own[tokens[p], n] += dot_fn(hidden[p, :width], row)
+        for n in range(0, 0 if few else end - begin, _COLUMNS):
+            columns, some = own[:, n : min(n + _COLUMNS, end - begin)], base + n * stride * like.itemsize
+            pairs = hidden[first : last + 4]
+            _add_turned_fn(columns, like, pairs, width, tokens[first:last], turned, made, some, stride)
 
 
 @parallel_kernel
-def _down_parallel(parts, like, out, hidden, width, order, offsets, top_k, w, stride, row_stride, few):
+def _down_parallel(parts, like, out, outs, hidden, width, order, offsets, top_k, place, scales, few):
     for part in prange(parts):
-        _down_part(part, parts, like, out, hidden, width, order, offsets, top_k, w, stride, row_stride, few)
+        _down_part(part, parts, like, out, outs, hidden, width, order, offsets, top_k, place, scales, few)
 
 
 def moe_experts(
     x: torch.Tensor, w13: ExpertWeight, w2: ExpertWeight, ids: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """`moe_experts_ref` for unquantised experts, grouped for any number of tokens; results are rounded once."""
-    (rows, inputs), (experts, outs, width), top_k, like = x.shape, w2.data.shape, ids.shape[1], LIKE.get(x.dtype)
+    """`moe_experts_ref`, grouped for any number of tokens and in any format; a token's result is rounded once."""
+    (rows, inputs), (experts, outs, width), like = x.shape, (w2.num_experts, w2.rows, w2.cols), LIKE.get(x.dtype)
     fits = (
         like is not None
         and (w13.layout, w2.layout) == ("interleaved", "plain")
-        and x.dtype == w13.data.dtype == w2.data.dtype
+        and (w13.num_experts, w13.rows, w13.cols) == (experts, 2 * width, inputs)
         and inputs == outs
-        and w13.data.shape == (experts, 2 * width, inputs)
-        and ids.shape == weights.shape == (rows, top_k)
+        and ids.shape == weights.shape == (rows, ids.shape[1])
         and (ids.dtype, weights.dtype) == (torch.int32, torch.float32)
-        and x.stride(1) == w13.data.stride(2) == w2.data.stride(2) == 1
+        and ids.shape[1] > 0
+        and x.stride(1) == 1
         and not records(x, weights, w13.data, w2.data)
     )
-    order, offsets = np.empty(ids.numel(), np.int32), np.empty(experts + 1, np.int32)
+    gate_up, back = place_of(w13, x.dtype), place_of(w2, x.dtype)
+    order, offsets, top_k = np.empty(ids.numel(), np.int32), np.empty(experts + 1, np.int32), ids.shape[1]
     ids, weights = ids.contiguous(), weights.contiguous()
-    if not fits or not _sort(order, offsets, ids.data_ptr(), experts):
+    if not fits or gate_up is None or back is None or not _sort(order, offsets, ids.data_ptr(), experts):
         return moe_experts_ref(x, w13, w2, ids, weights)
     # The last group of 4 reads past the pairs, and past a width that is no multiple of 4.
-    hidden, out = np.zeros((len(order) + 4, -(-width // 4) * 4), np.float32), torch.empty(rows, outs)
-    up = (
-        hidden, width, order, offsets, weights.data_ptr(), top_k, x.data_ptr(), x.stride(0), w13.data.data_ptr(),
-        *w13.data.stride()[:2], inputs,
-    )  # fmt: skip
-    down = out.numpy(), hidden, width, order, offsets, top_k, w2.data.data_ptr(), *w2.data.stride()[:2], rows <= FEW
+    hidden, out = np.zeros((len(order) + 4, -(-width // 4) * 4), np.float32), torch.empty(rows * outs)
+    up = hidden, width, order, offsets, weights.data_ptr(), top_k, x.data_ptr(), x.stride(0), *gate_up, inputs
+    down = out.numpy(), outs, hidden, width, order, offsets, top_k, *back, rows <= FEW
     parts = parts_of(len(order) * width * inputs, _LEAST)
     if parts == 1:
         _up_part(0, 1, like, *up)
@@ -172,4 +189,6 @@ def moe_experts(
     else:
         _up_parallel(parts, like, *up)
         _down_parallel(parts, like, *down)
-    return out.to(x.dtype)
+    spans = (span_fn.py_func(outs, part, parts) for part in range(parts))
+    columns = [out[rows * begin : rows * end].view(rows, end - begin) for begin, end in spans]
+    return (columns[0] if parts == 1 else torch.cat(columns, 1)).to(x.dtype)

@@ -14,12 +14,12 @@ Work for several threads is cut into parts, each of which a kernel `*_part` does
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 import threading
 import zlib
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,8 @@ import torch
 from numba import carray, njit, types
 from numba.extending import intrinsic, overload
 
-FLOAT, INT, LONG = np.empty(0, np.float32), np.empty(0, np.int32), np.empty(0, np.int64)
+FLOAT, BYTE = np.empty(0, np.float32), np.empty(0, np.uint8)
+INT, LONG = np.empty(0, np.int32), np.empty(0, np.int64)
 #: The `like` of a tensor's type.
 LIKE = {torch.float32: FLOAT, torch.bfloat16: np.empty(0, np.uint16)}
 #: Rows up to which an operation is one of few tokens: more are torch's matrix products, which then are the faster ones.
@@ -40,12 +41,15 @@ _SOURCES = zlib.crc32(b"".join(path.read_bytes() for path in sorted(_FOLDER.glob
 
 
 # "numpy": a division by zero gives infinity or NaN, and is no exception that a loop would have to look out for.
-_OPTIONS: dict[str, Any] = {"fastmath": {"reassoc", "contract"}, "error_model": "numpy", "no_cfunc_wrapper": True}
+_OPTIONS: dict[str, Any] = {"error_model": "numpy", "no_cfunc_wrapper": True}
+_FAST = {"reassoc", "contract"}
 
 
-def helper(function: Callable[..., Any]) -> Any:
-    """Compile a function that kernels call, as a part of them."""
-    return njit(function, no_cpython_wrapper=True, **_OPTIONS)
+def helper(function: Callable[..., Any] | None = None, *, exact: bool = False) -> Any:
+    """Compile a function that kernels call, as a part of them; `exact`: with its products in the order written."""
+    if function is None:
+        return functools.partial(helper, exact=exact)
+    return njit(function, no_cpython_wrapper=True, fastmath=set() if exact else _FAST, **_OPTIONS)
 
 
 def kernel(function: Callable[..., Any], parallel: bool = False) -> Any:
@@ -54,7 +58,7 @@ def kernel(function: Callable[..., Any], parallel: bool = False) -> Any:
     """
     # numba names its files after the function and looks at the module of the function alone, not at its helpers'.
     function.__qualname__ += f"_{_SOURCES:08x}"
-    options = {"parallel": parallel, "nogil": True, **_OPTIONS}
+    options = {"parallel": parallel, "nogil": True, "fastmath": _FAST, **_OPTIONS}
     try:
         return njit(function, cache=True, **options)
     except RuntimeError:
@@ -67,7 +71,7 @@ def parallel_kernel(function: Callable[..., Any]) -> Any:
     return kernel(function, parallel=True)
 
 
-@cache
+@functools.cache
 def _most_threads() -> int:
     """How many threads numba may use; 1 where it has no OpenMP, since its own work queue starts too slowly."""
     try:
@@ -137,7 +141,7 @@ def narrow_fn(like: Any, value: Any) -> Any:
 
 
 @helper
-def _to_bfloat16(value):
+def _to_bfloat16_fn(value):
     bits = _cast_bits(np.float32(value))
     even = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return np.uint16(even) if value == value else np.uint16(0x7FC0)
@@ -146,7 +150,7 @@ def _to_bfloat16(value):
 @overload(narrow_fn)
 def _narrow(like, value):
     if like.dtype == types.uint16:
-        return lambda like, value: _to_bfloat16(value)
+        return lambda like, value: _to_bfloat16_fn(value)
     return lambda like, value: np.float32(value)
 
 

@@ -4,9 +4,9 @@
 
 Counted are all vector instructions of the main loop of the second product (`_grouped_kernel`, tiles of a small batch)
 but those that move data to or from memory, multiply matrices, wait or branch: decoding, scales, addresses, copies. Two
-figures a weight element: `loop`, all of them, and `marginal`, what 64 more rows of weights add, which leaves out what
-does not grow with them (the tokens' addresses, the loop itself). Results are merged into `unpack.json` by Triton
-version and target.
+figures a weight element: `loop`, all of them, and `marginal`, what the second half of a tile's rows adds, which leaves
+out what does not grow with them (the tokens' addresses, the loop itself). Results are merged into `unpack.json` by
+Triton version and target.
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ def count(target: Target) -> dict[str, dict[str, Any]]:
     """Both figures and the loop's instructions of each format on `target`. Changes the process's driver."""
     found = {}
     for format in ("nvfp4", "mxfp4"):
-        (half, few), (whole, many) = (loop_of(target, format, rows) for rows in (64, 128))
+        rows = moe_config(6, 256, target, format=format).block_n
+        (half, few), (whole, many) = (loop_of(target, format, each) for each in (rows // 2, rows))
         found[format] = {
             "loop": round(whole.total() / many, 2),
             "marginal": round((whole.total() - half.total()) / (many - few), 2),
@@ -133,7 +134,6 @@ def main() -> int:
             figures = (f"{format} {c['marginal']} (loop {c['loop']})" for format, c in found.items())
             sys.stdout.write(f"{name:8} {', '.join(figures)}\n")
             sys.stdout.flush()
-    known["sources"] = harness.sources("moe_gemm")
     options.evidence.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     return 0

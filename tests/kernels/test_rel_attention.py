@@ -12,7 +12,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from attention_oracle import Exact, exact_attention, signal
+from attention_oracle import Exact, count_products, exact_attention, signal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -158,23 +158,6 @@ def test_a5_core_visits_what_the_plan_says(kernel_device: torch.device, monkeypa
         plan = rel_attention_plan(len(batch.q), len(lengths), 4, 2, 32, 24, window, dtype=torch.float32)
         work = plan.work(batch.q_lens, batch.kv_lens.tolist())
         assert products is None or len(products) == 2 * work.tiles + work.bias_tiles
-
-
-def count_products(monkeypatch: pytest.MonkeyPatch) -> list[int] | None:
-    """A list that grows by one with every `tl.dot` of the interpreter, or None where kernels are compiled."""
-    from triton.runtime import interpreter
-
-    builder = interpreter.InterpreterBuilder
-    if not isinstance(rel_attention.__globals__["_rel_attention_kernel"], interpreter.InterpretedFunction):
-        return None
-    stock, seen = builder.create_dot, []
-
-    def dot(self, *args):
-        seen.append(1)
-        return stock(self, *args)
-
-    monkeypatch.setattr(builder, "create_dot", dot)
-    return seen
 
 
 def test_a6_core_rows_without_keys_are_zero(kernel_device: torch.device) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from attention_oracle import Exact, exact_attention, signal
+from attention_oracle import Exact, count_products, exact_attention, signal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -111,6 +111,25 @@ def test_a3_a10_long_context_reads_the_right_key(kernel_device: torch.device) ->
             assert sum(int(bit > 0.5) << place for place, bit in enumerate(out[0, head])) == kv_len - 1 - distance
         else:
             torch.testing.assert_close(out[0, head], torch.full((16,), 0.5), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("window", [None, 20, 50])
+@pytest.mark.parametrize("rows", [1, 3, 9])
+def test_a5_visits_what_the_plan_says(
+    kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch, window: int | None, rows: int
+) -> None:
+    """In the interpreter the products are counted: two a tile, one more where there is a bias, two for nine rows."""
+    lengths = [(rows, 150), (1, 70), (rows, rows), (0, 40)]
+    batch = paged_batch(lengths, heads=4, kv_heads=2, window=window, extent=24, device=kernel_device, seed=rows)
+    products = count_products(monkeypatch)
+    check(batch)
+    plan = rel_attention_decode_plan(
+        4, 4, 2, 32, 24, window, max_query_len=rows, max_kv_len=batch.block_table.shape[1] * 16, dtype=torch.float32,
+        config=SPLIT,
+    )  # fmt: skip
+    work = plan.work(batch.q_lens, batch.kv_lens.tolist())
+    biases = 2 if plan.extra else 1
+    assert products is None or len(products) == 2 * work.tiles + biases * work.bias_tiles
 
 
 def test_a6_core_padded_rows_are_zero_and_change_nothing(kernel_device: torch.device) -> None:

@@ -17,13 +17,14 @@ from inkling_kernels.testing import PagedBatch, paged_batch
 FILES = (
     "target",
     "compile_case",
+    "fp8",
     "ragged",
     "rel_attention_plan",
     "rel_attention_tile",
     "rel_attention",
     "rel_attention_decode",
 )
-RAGGED, _, TILE, PREFILL, DECODE = FILES[2:]
+RAGGED, _, TILE, PREFILL, DECODE = FILES[3:]
 
 # name, file, text, what stands there instead
 BROKEN = [

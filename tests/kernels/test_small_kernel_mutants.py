@@ -16,8 +16,8 @@ from mutants import broken
 
 from inkling_kernels.testing import guarded
 
-FILES = ("target", "compile_case", "ragged", "norm", "embedding", "activation", "short_conv", "rel_attention_tile",
-         "fp8", "kv_cache", "routing", "expert_sort", "logits")  # fmt: skip
+FILES = ("target", "compile_case", "ragged", "norm", "embedding", "activation", "short_conv_tile", "short_conv",
+         "rel_attention_tile", "fp8", "kv_cache", "routing", "expert_sort", "logits")  # fmt: skip
 Modules = dict[str, ModuleType]
 
 # op, name, file, text, what stands there instead
@@ -32,29 +32,29 @@ BROKEN = [
     ("silu_mul", "up gates", "activation", "gate, up = tl.split", "up, gate = tl.split"),
     ("silu_mul", "sigmoid mirrored", "activation", "tl.exp(-gate)", "tl.exp(gate)"),
     ("silu_mul", "no scale", "activation", "y *= tl.load(scale_ptr", "y *= 1 + 0 * tl.load(scale_ptr"),
-    ("short_conv", "taps reversed", "short_conv", "source = index - (WIDTH - 1 - j)", "source = index - j"),
-    ("short_conv", "no inner residual", "short_conv", "return total + tap", "return total"),
+    ("short_conv", "taps reversed", "short_conv_tile", "source = index - (WIDTH - 1 - j)", "source = index - j"),
+    ("short_conv", "no inner residual", "short_conv_tile", "return total + tap", "return total"),
     ("short_conv", "no outer residual", "short_conv",
      "residual.to(tl.float32) + y", "0 * residual.to(tl.float32) + y"),
-    ("short_conv", "reads before the start", "short_conv",
+    ("short_conv", "reads before the start", "short_conv_tile",
      "old = live & (source < 0) & (position >= 0)", "old = live & (source < 0)"),
-    ("short_conv", "forgets the past", "short_conv",
+    ("short_conv", "forgets the past", "short_conv_tile",
      "old = live & (source < 0) & (position >= 0)", "old = live & (source < 0) & (position < 0)"),
-    ("short_conv", "position of the step", "short_conv",
+    ("short_conv", "position of the step", "short_conv_tile",
      "tl.where(slot >= 0, start + source, -1)", "tl.where(slot >= 0, source + 64, -1)"),
-    ("short_conv", "keeps too little", "short_conv", "tl.minimum(length, ring)", "tl.minimum(length, 3)"),
-    ("short_conv", "keeps the first rows", "short_conv", "newest = length - kept", "newest = 0"),
-    ("short_conv", "pages as a ring", "short_conv",
+    ("short_conv", "keeps too little", "short_conv_tile", "tl.minimum(length, ring)", "tl.minimum(length, 3)"),
+    ("short_conv", "keeps the first rows", "short_conv_tile", "newest = length - kept", "newest = 0"),
+    ("short_conv", "pages as a ring", "short_conv_tile",
      "slots_ptr + (position // ring)", "slots_ptr + 0 * (position // ring)"),
-    ("short_conv", "block size of the window", "short_conv",
+    ("short_conv", "block size of the window", "short_conv_tile",
      "(position // ring).to(tl.int64)", "(position // 4).to(tl.int64)"),
-    ("short_conv", "table of another sequence", "short_conv",
+    ("short_conv", "table of another sequence", "short_conv_tile",
      "seq.to(tl.int64) * slots_strides[0]", "0 * slots_strides[0]"),
-    ("short_conv", "pages keep too little", "short_conv",
+    ("short_conv", "pages keep too little", "short_conv_tile",
      "tl.minimum(length - local, BLOCK_T)", "tl.where(local == 0, BLOCK_T, 0)"),
-    ("short_conv", "keeps what is padding", "short_conv",
+    ("short_conv", "keeps what is padding", "short_conv_tile",
      "live = (index < length) & (position >= 0)", "live = ((index < length) & (position >= -1))"),
-    ("short_conv", "slot -1 is a slot", "short_conv", "tl.where(slot >= 0, start", "tl.where(slot >= -1, start"),
+    ("short_conv", "slot -1 is a slot", "short_conv_tile", "tl.where(slot >= 0, start", "tl.where(slot >= -1, start"),
     ("short_conv", "padding left as it was", "ragged", "tl.where(low == batch - 1, rows - begin, length)", "length"),
     ("short_conv", "tiles one sequence off", "ragged", "+ middle <= tile", "+ middle < tile"),
     ("short_conv_norm", "squares of the last run of channels", "short_conv",

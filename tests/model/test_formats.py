@@ -84,7 +84,9 @@ def dequantised(folder: Path, dtype: torch.dtype) -> Iterator[tuple[str, torch.T
 def build(folder: Path, tensors: Any, dtype: torch.dtype) -> Inkling:
     with Checkpoint.open(folder) as checkpoint:
         format = max(checkpoint.formats.values(), key=lambda each: each != "bf16")
-        ops = Ops.bind(Target.parse("cpu"), Facts(format=format, dtype=str(dtype).removeprefix("torch.")), {})
+        facts = Facts(format=format, dtype=str(dtype).removeprefix("torch."))
+        # One implementation for packed and plain weights, so that equal values give equal bits.
+        ops = Ops.bind(Target.parse("cpu"), facts, {"moe_experts": "torch"})
         model = Inkling(checkpoint.config, ops, dtype=dtype)
     model.load(tensors)
     return model.requires_grad_(False)

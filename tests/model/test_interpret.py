@@ -6,12 +6,14 @@ The kernels run in Triton's interpreter, or on the GPU where torch sees one.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import triton
 from small_checkpoint import write_small
 
+from inkling_kernels.rel_attention_decode import rel_attention_decode
 from inkling_portable import LLM, SamplingParams
 from inkling_portable.quantize import quantize_checkpoint
 
@@ -43,13 +45,27 @@ def tokens(folder: Path, device: str, drafts: int) -> tuple[LLM, list[list[int]]
 @pytest.mark.parametrize("drafts", [0, 2], ids=["plain", "2 drafts"])
 @pytest.mark.parametrize("format", ["bf16", "nvfp4", "mxfp4"])
 def test_the_kernels_write_what_the_reference_writes(
-    kernel_device: torch.device, checkpoints: dict[str, Path], format: str, drafts: int
+    kernel_device: torch.device,
+    checkpoints: dict[str, Path],
+    format: str,
+    drafts: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if kernel_device.type == "cpu" and not triton.knobs.runtime.interpret:
         pytest.skip("a driver of INKLING_TEST_DRIVER is no target of the dispatch table")
+    decoded, stock = [], rel_attention_decode
+
+    def noted(*args: Any, max_query_len: int, **options: Any) -> torch.Tensor:
+        decoded.append(max_query_len)
+        return stock(*args, max_query_len=max_query_len, **options)
+
+    monkeypatch.setattr("inkling_kernels.rel_attention.rel_attention_decode", noted)
     llm, found = tokens(checkpoints[format], "interpret" if kernel_device.type == "cpu" else "auto", drafts)
     # Every operation ran on its kernel, on the experts of the format.
     rows = {op: choice.row for op, choice in llm.ops.choices.items()}
     assert all(row is not None and "gpu" in row.targets for row in rows.values()), rows
     assert llm.ops.facts.format == format
+    # So did generated tokens, and their drafts, on the kernel that splits keys.
+    assert 1 + bool(drafts) in decoded
+    assert max(decoded) <= 9
     assert found == tokens(checkpoints[format], "cpu", drafts)[1]

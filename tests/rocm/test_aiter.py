@@ -270,6 +270,11 @@ def test_every_condition_says_that_it_failed(installed: Path, change: dict[str, 
         resolve("moe_experts", MI355X, replace(MXFP4, **change), forced="aiter")
 
 
+def test_it_is_none_for_a_batch_invariant_model(installed: Path) -> None:
+    with pytest.raises(UnsupportedOnTarget, match="aiter adds a token's experts in no fixed order"):
+        resolve("moe_experts", MI355X, replace(MXFP4, batch_invariant=True), forced="aiter")
+
+
 @pytest.mark.parametrize("target", ["gfx942", "gfx1201", "sm100", "interpret", "cpu"])
 def test_no_other_device_takes_it(installed: Path, target: str) -> None:
     assert reason(MXFP4, Target.parse(target)) == "is for gfx950"
