@@ -31,7 +31,7 @@ from inkling_portable.tensor_table import Section
 from inkling_portable.towers import Towers
 from inkling_portable.vllm_plugin.options import Build
 from inkling_portable.vllm_plugin.parts import VllmParts
-from inkling_portable.vllm_plugin.state import ConvolutionState, KeysAndValues, LayerCaches
+from inkling_portable.vllm_plugin.state import ConvolutionState, KeysAndValues, LayerCaches, transferred
 from inkling_portable.weight_stream import assemble
 
 
@@ -191,7 +191,8 @@ class PortableForCausalLM(Blocks, SupportsPP, SupportsLoRA):
         # The shapes of a launch follow the number of sequences, which a piecewise graph does not fix: there the layers
         # run eagerly between the graphs, while a full graph of decode batches holds them.
         norm = self.model.norm if self.last else None
-        out.copy_(self.model.through(h, lambda layer: self.batch(layer.state_index, h), norm)[1])
+        with transferred(self.caches.values()):
+            out.copy_(self.model.through(h, lambda layer: self.batch(layer.state_index, h), norm)[1])
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         return self.scaled(self.logits_processor(self.lm_head, hidden_states))
@@ -309,7 +310,8 @@ class PortableMTP(Blocks):
     @eager_break_during_capture
     def _depth(self, hidden: torch.Tensor, embedded: torch.Tensor, out: torch.Tensor, depth: int) -> None:
         index = self.build.config.num_hidden_layers + depth
-        out.copy_(self.model(depth, hidden, embedded, self.batch(index, hidden)))
+        with transferred([self.caches[index]]):
+            out.copy_(self.model(depth, hidden, embedded, self.batch(index, hidden)))
 
     def compute_logits(self, hidden_states: torch.Tensor, spec_step_idx: int = 0) -> torch.Tensor | None:
         return self.scaled(self.logits_processor(self.lm_head, hidden_states))

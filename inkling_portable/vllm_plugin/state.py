@@ -8,11 +8,15 @@ the block size is read from the cache that was allocated, never from the width.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group, is_v1_kv_transfer_group
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 from vllm.v1.attention.backend import AttentionBackend
@@ -91,6 +95,24 @@ class ConvolutionState(_Layer):
         """The states `[S, R, C]` of the convolutions of K and V, of the attention's and of the MLP's output."""
         kv, attn, mlp = self.kv_cache[:, 0, :, : sum(self.channels)].split(self.channels, -1)
         return kv, attn, mlp
+
+
+@contextmanager
+def transferred(caches: Iterable[LayerCaches]) -> Iterator[None]:
+    """Around the layers' computation, where vLLM has a connector (disaggregated prefill, a store of prefixes): wait for
+    the caches that it brings, and hand over those that were written. Without one, and before caches exist, nothing.
+    """
+    metadata = get_forward_context().attn_metadata
+    connector = get_kv_transfer_group() if has_kv_transfer_group() and is_v1_kv_transfer_group() else None
+    if connector is None or not isinstance(metadata, dict) or not connector.has_connector_metadata():
+        yield
+        return
+    layers = [layer for one in caches for layer in (one.kv, one.conv)]
+    for layer in layers:
+        connector.wait_for_layer_load(layer.prefix)
+    yield
+    for layer in layers:
+        connector.save_kv_layer(layer.prefix, layer.kv_cache, metadata[layer.prefix])
 
 
 @dataclass

@@ -302,3 +302,33 @@ def test_padding_of_a_replayed_graph_reaches_the_model_as_such() -> None:
     assert batch.slot_mapping["sliding"].tolist() == [8, 3, -1, -1]
     assert batch.states is not None
     assert batch.states[0].kv_conv.shape[1] == 8
+
+
+def test_a_connector_is_waited_for_and_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disaggregated prefill: both caches of each layer arrive before they are read and leave when they are written."""
+    calls: list[tuple[str, ...]] = []
+    connector = types.SimpleNamespace(
+        has_connector_metadata=lambda: True,
+        wait_for_layer_load=lambda name: calls.append(("wait", name)),
+        save_kv_layer=lambda name, cache, metadata: calls.append(("save", name, str(cache.shape[0]), metadata)),
+    )
+    one = caches("inkling-small", 8, 0, config())
+    one.kv.bind_kv_cache(torch.zeros(5, 1))
+    one.conv.bind_kv_cache(torch.zeros(7, 1))
+    context = types.SimpleNamespace(attn_metadata={one.kv.prefix: "kv", one.conv.prefix: "conv"})
+    monkeypatch.setattr(state, "get_forward_context", lambda: context)
+    with state.transferred([one]):
+        calls.append(("run",))
+    assert calls == [("run",)], "there is no connector"
+    calls.clear()
+    monkeypatch.setattr(state, "has_kv_transfer_group", lambda: True)
+    monkeypatch.setattr(state, "is_v1_kv_transfer_group", lambda: True)
+    monkeypatch.setattr(state, "get_kv_transfer_group", lambda: connector)
+    with state.transferred([one]):
+        calls.append(("run",))
+    kv, conv = one.kv.prefix, one.conv.prefix
+    assert calls == [("wait", kv), ("wait", conv), ("run",), ("save", kv, "5", "kv"), ("save", conv, "7", "conv")]
+    context.attn_metadata, before = None, len(calls)
+    with state.transferred([one]):
+        pass
+    assert len(calls) == before, "vLLM is measuring memory"
