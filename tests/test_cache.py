@@ -1,4 +1,4 @@
-"""Pages, rings and kept prefixes: accounting, eviction, and no reuse that changes a logit (FAULTS A7, B4, B5, B8)."""
+"""Pages, rings and kept prefixes: accounting, eviction, and no reuse that changes a logit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine: batching, sampling, stopping, streaming, and requests that fail alone (FAULTS B2, B5, B8, C9, D3).
+"""The engine: batching, sampling, stopping, streaming, and requests that fail alone.
 
 D9, key heads that do not divide among ranks, has no place here: the engine runs on one device. The plan of a parallel
 model holds it (`tests/test_parallel.py`).

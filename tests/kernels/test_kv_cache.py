@@ -1,4 +1,4 @@
-"""Preparation of q, k, v and r, and the cache write, against numpy (FAULTS A6, A10, A12, B1 to B3, B5, B7)."""
+"""Preparation of q, k, v and r, and the cache write, against numpy."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_ragged_steps_into_shuffled_pages(
 @pytest.mark.parametrize("last", [127_998, 127_999, 128_000, 128_001, 999_999])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_log_scaling_at_its_seam(impl: Impl, last: int, rows: int) -> None:
-    """A12, A10: the row's own position decides, and both q and r are scaled; without a floor neither is."""
+    """The row's own position decides, and both q and r are scaled; without a floor neither is."""
     weights = weights_of(0)
     qkvr = torch.randn(rows, Q + 2 * KV + R, generator=torch.Generator().manual_seed(1))
     where = (

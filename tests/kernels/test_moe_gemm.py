@@ -1,4 +1,4 @@
-"""The routed experts against numpy in float64, an expert and a token at a time (FAULTS C1, C5, C9)."""
+"""The routed experts against numpy in float64, an expert and a token at a time."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Packed experts through the kernels: codes, scales and layouts made here, against numpy in float64 (FAULTS C5 to
-C7)."""
+"""Packed experts through the kernels: codes, scales and layouts made here, against numpy in float64."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Experts on hardware block scales, against numpy in float64 on the activations as they are quantised (FAULTS C6 to
-C8): exact where nothing but the last rounding rounds, else by what flipped codes may change."""
+"""Experts on hardware block scales, against numpy in float64 on the activations as they are quantised: exact where
+nothing but the last rounding rounds, else by what flipped codes may change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reference attention against numpy in float64, a row at a time (FAULTS A1, A3 to A8, A10, A12)."""
+"""The reference attention against numpy in float64, a row at a time."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def run(
 def oracle(
     c: Case, *, shift: int = 0, wider: int = 0, longer: int = 0, scale: float | None = None, bias: bool = True
 ) -> np.ndarray:
-    """Float64 attention, a row at a time. The keyword arguments break it in the ways of FAULTS A4."""
+    """Float64 attention, a row at a time. The keyword arguments break it."""
     q, r, proj = (t.double().numpy() for t in (c.q, c.r, c.proj))
     heads, dim, extent = q.shape[1], q.shape[2], proj.shape[1] + longer
     out, row = np.zeros_like(q), 0

@@ -1,4 +1,4 @@
-"""Expert-sink routing against numpy in float64 (FAULTS C3, C4, C9)."""
+"""Expert-sink routing against numpy in float64."""
 
 from __future__ import annotations
 

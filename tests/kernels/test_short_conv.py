@@ -1,4 +1,4 @@
-"""The ragged short convolution against a numpy loop over whole sequences (FAULTS A6, B1 to B3, B5 to B8)."""
+"""The ragged short convolution against a numpy loop over whole sequences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NVFP4 and MXFP4 copies against the model that holds the same values unpacked, here, from the files' bytes (C7)."""
+"""NVFP4 and MXFP4 copies against the model that holds the same values unpacked, here, from the files' bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The text model against Transformers' Inkling, on checkpoints that either of them wrote (FAULTS A4, B2, C1 to C3)."""
+"""The text model against Transformers' Inkling, on checkpoints that either of them wrote."""
 
 from __future__ import annotations
 
