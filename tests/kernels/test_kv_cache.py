@@ -181,7 +181,7 @@ def test_log_scaling_at_its_seam(impl: Impl, last: int, rows: int) -> None:
 
 @pytest.mark.parametrize("accepted", [0, 1, 2, 5, 8])
 def test_rejected_drafts_leave_no_trace(impl: Impl, accepted: int) -> None:
-    """B3: nine rows are verified and some stand; later rows prepare, and the cache holds, as if only those had been."""
+    """Nine rows are verified and some stand; later rows prepare, and the cache holds, as if only those had been."""
     weights = weights_of(8)
     rows = torch.randn(22, Q + 2 * KV + R, generator=torch.Generator().manual_seed(9))
     expected = oracle(rows.numpy(), weights, 7, 0.1)
@@ -203,7 +203,7 @@ def test_rejected_drafts_leave_no_trace(impl: Impl, accepted: int) -> None:
 
 
 def test_padding_rows_change_nothing(impl: Impl) -> None:
-    """A6, B5: rows of a captured batch beside a live sequence, some behind the last sequence, with slot -1."""
+    """Rows of a captured batch beside a live sequence, some behind the last sequence, with slot -1."""
     weights, generator = weights_of(2), torch.Generator().manual_seed(3)
     qkvr = torch.randn(4, Q + 2 * KV + R, generator=generator)
     results = []

@@ -216,7 +216,6 @@ def close_to(found: torch.Tensor, reference: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("pieces", [[1030], [1029, 1], [3, 1027], [512, 512, 6], [1] * 8 + [1022]], ids=str)
 def test_named_chunkings(model: Inkling, pieces: list[int]) -> None:
-    """B2."""
     ids = tokens(1030, 20)
     close_to(in_pieces(model, new_cache(model, 32), ids, pieces, 1030), whole(model, ids))
 
