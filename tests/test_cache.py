@@ -50,7 +50,7 @@ class Running:
 
 
 def poison(cache: Cache, seqs: Sequence[SequenceState]) -> None:
-    """NaN wherever nothing of value is: in pages that nobody holds or keeps, and in rings of nobody (A7)."""
+    """NaN wherever nothing of value is: in pages that nobody holds or keeps, and in rings of nobody."""
     slots = [s for s in range(len(cache.layers[0].kv_conv)) if s not in [seq.slot for seq in seqs]]
     for index, layer in enumerate(cache.layers):
         kind = SLIDING if cache.config.layer(index).sliding else FULL

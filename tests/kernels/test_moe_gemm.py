@@ -198,7 +198,7 @@ def test_gradients(impl: Impl) -> None:
 
 @pytest.mark.parametrize("bad", [-2, 3, 256])
 def test_an_id_of_no_expert_is_an_error(impl: Impl, bad: int, kernel_device: torch.device) -> None:
-    """C5. The kernels' launcher reads ids where it need not wait for them."""
+    """The kernels' launcher reads ids where it need not wait for them."""
     if impl is not moe_experts_ref and kernel_device.type != "cpu":
         return
     x, w13, w2, weights = normal(10, (2, 4), (3, 4, 4), (3, 4, 2), (2, 1))

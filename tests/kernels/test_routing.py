@@ -129,7 +129,7 @@ def test_sinks_may_take_everything_or_nothing(impl: Impl, low: float) -> None:
 
 
 def test_large_scores_do_not_overflow(impl: Impl) -> None:
-    """C4: +80 and beyond, where exp() of a float32 is infinite."""
+    """+80 and beyond, where exp() of a float32 is infinite."""
     z = torch.tensor([[80.0, 1000.0, -1000.0, 3e38, 80.0]])
     ids, weights, sinks = route(impl, z[:, :4], z[:, 4:], top_k=3)
     assert ids.tolist() == [[0, 1, 3]]
