@@ -29,8 +29,8 @@ from run import GateError
 from inkling_kernels.numerics import ExpertWeight
 from inkling_kernels.target import Target
 from inkling_portable import LLM, SamplingParams
-from inkling_portable.dispatch import Facts
 from inkling_portable.engine import Engine
+from inkling_portable.facts import Facts
 from inkling_portable.heldout import sources
 from inkling_portable.llm import default_model, pages_for
 from inkling_portable.ops import Ops

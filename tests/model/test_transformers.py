@@ -22,7 +22,7 @@ from inkling_portable import LLM, SamplingParams
 from inkling_portable.cache import FULL, SLIDING, Batch, Cache
 from inkling_portable.checkpoint import Checkpoint
 from inkling_portable.checkpoint_writer import write_checkpoint
-from inkling_portable.dispatch import Facts
+from inkling_portable.facts import Facts
 from inkling_portable.model import Inkling
 from inkling_portable.ops import Ops
 from inkling_portable.weights import load_tensors
