@@ -100,6 +100,9 @@ def rel_attention_config(
         # With other numbers of stages, Triton 3.6 or 3.9 leaves some cases a few bytes short of registers.
         stages = 3 if kv_itemsize == 1 and group <= 4 else 2
         listed = (RelAttentionConfig(block_m=64, tokens=16, num_stages=stages),)
+    elif "wgmma" in target.capabilities and kv_itemsize == 1 and group <= 4:
+        # An fp8 tile is widened in registers, of which Triton 3.6 has too few for it in 4 warps.
+        listed = (RelAttentionConfig(block_m=64, tokens=16, num_warps=8, num_stages=2), *_MMA)
     fits = (c for c in listed if not c.problems(target, group=group, head_dim=head_dim, itemsize=itemsize))
     return next(fits, DEFAULT)
 
