@@ -250,7 +250,7 @@ def rel_attention_decode(
     if plan.combine_grid is not None:
         _combine_kernel[plan.combine_grid](
             out, acc, stats, cu_seqlens, kv_lens, scales[1], window or 0, tokens, out.stride(), scale_stride, **shared,
-            GROUP=plan.group, BLOCK_H=triton.next_power_of_2(plan.group), num_warps=4, num_stages=1,
+            GROUP=plan.group, BLOCK_H=triton.next_power_of_2(plan.group), num_warps=1, num_stages=1,
             enable_fp_fusion=True,
         )  # fmt: skip
     return out

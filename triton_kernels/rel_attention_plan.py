@@ -7,7 +7,7 @@ depends on no length, so that a captured graph keeps it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -100,9 +100,9 @@ def rel_attention_config(
         # With other numbers of stages, Triton 3.6 or 3.9 leaves some cases a few bytes short of registers.
         stages = 3 if kv_itemsize == 1 and group <= 4 else 2
         listed = (RelAttentionConfig(block_m=64, tokens=16, num_stages=stages),)
-    elif "wgmma" in target.capabilities and group <= 4:
-        # The bias of 16 tokens beside the sums is more than 255 registers a thread of four warps hold.
-        listed = (RelAttentionConfig(block_m=64, tokens=16, num_warps=8, num_stages=2), *_MMA[1:])
+    elif "wgmma" in target.capabilities and kv_itemsize == 1 and group <= 4:
+        # An fp8 tile is widened in registers, of which Triton 3.6 has too few for it in 4 warps.
+        listed = (RelAttentionConfig(block_m=64, tokens=16, num_warps=8, num_stages=2), *_MMA)
     fits = (c for c in listed if not c.problems(target, group=group, head_dim=head_dim, itemsize=itemsize))
     return next(fits, DEFAULT)
 
@@ -261,6 +261,23 @@ class RelAttentionDecodeConfig:
 DECODE_DEFAULT = RelAttentionDecodeConfig()
 
 
+def rel_attention_decode_config(
+    target: Target | None, *, group: int, head_dim: int, rows: int, window: int | None, itemsize: int = 2
+) -> RelAttentionDecodeConfig:
+    """The launch shape for a target; `DECODE_DEFAULT` where it is None or nothing else fits."""
+    if target is None or itemsize == 4:
+        return DECODE_DEFAULT
+    chosen = DECODE_DEFAULT
+    if "mfma" in target.capabilities:
+        # 64 lanes a wave: with two, each has rows of its own, and softmax and addresses are not computed four times.
+        chosen = replace(DECODE_DEFAULT, num_warps=2)
+    elif "wgmma" in target.capabilities and window is None:
+        # Longer tiles for as many rows; those at a window's edge, which are masked as well, would not fit in registers.
+        chosen = replace(DECODE_DEFAULT, block_n=64)
+    facts = {"group": group, "head_dim": head_dim, "rows": rows, "itemsize": itemsize}
+    return DECODE_DEFAULT if chosen.problems(target, **facts) else chosen
+
+
 @dataclass(frozen=True, slots=True)
 class RelAttentionDecodePlan:
     """The two launches, known without the lengths; `combine_grid` is None for one split, which writes the result
@@ -327,19 +344,18 @@ def rel_attention_decode_plan(
 ) -> RelAttentionDecodePlan:  # fmt: skip
     """Plan a decode or verify step; pure. `max_kv_len` bounds the lengths and so the splits; None for `target` plans
     for 64 compute units. Raises ValueError for a `max_query_len`, `split_keys` or `config` that cannot be."""
-    chosen = config or DECODE_DEFAULT
+    group = heads // kv_heads
     if isinstance(max_query_len, bool) or not isinstance(max_query_len, int) or not 1 <= max_query_len <= MAX_QUERY_LEN:
         raise ValueError(
             f"rel_attention_decode: max_query_len is {max_query_len!r}; expected 1 to {MAX_QUERY_LEN} "
             "(rel_attention takes more)"
         )
+    facts = {"group": group, "head_dim": head_dim, "rows": max_query_len, "itemsize": dtype.itemsize}
+    chosen = config or rel_attention_decode_config(target, window=window, **facts)
     if split_keys is not None and (split_keys < chosen.block_n or split_keys % chosen.block_n):
         raise ValueError(f"rel_attention_decode: split_keys is {split_keys}; expected a multiple of {chosen.block_n}")
-    group = heads // kv_heads
-    if config is not None and target is not None:
-        facts = {"group": group, "head_dim": head_dim, "rows": max_query_len, "itemsize": dtype.itemsize}
-        if problems := config.problems(target, **facts):
-            raise ValueError(f"rel_attention_decode: config is {config}; {'; '.join(problems)}")
+    if config is not None and target is not None and (problems := config.problems(target, **facts)):
+        raise ValueError(f"rel_attention_decode: config is {config}; {'; '.join(problems)}")
     span = max_kv_len if window is None else min(max_kv_len, window + max_query_len - 1)
     if split_keys is not None:
         splits = -(-span // split_keys) + (window is not None)

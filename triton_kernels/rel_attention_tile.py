@@ -124,10 +124,10 @@ def attend_fn(
             v = tl.load(v_at)
         v = _widen_fn(v, FP8, q.dtype)
         if APART:
-            # 0 for a key whose values are finite, else NaN.
-            spoilt = tl.sum(v.to(tl.float32) * 0.0, 1)
-            weight += tl.where(weight > 0.0, spoilt[None, :], 0.0)
-            v = tl.where(tl.abs(v.to(tl.float32)) < float("inf"), v, 0.0)
+            # 0 for a finite value, else NaN: so is their sum for a key.
+            nought = v * 0.0
+            weight += tl.where(weight > 0.0, tl.sum(nought.to(tl.float32), 1)[None, :], 0.0)
+            v = tl.where(nought == 0.0, v, 0.0)
         total = total * decay + tl.sum(weight, 1)
         peak = raised
         acc = tl.dot(weight.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")

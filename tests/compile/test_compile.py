@@ -73,7 +73,7 @@ def test_the_first_chips_spill_nothing() -> None:
 
 def test_planned_shared_memory_is_an_upper_bound(harness: ModuleType) -> None:
     """What a configuration says it needs at most, beside what the compiler took."""
-    from inkling_kernels.rel_attention_plan import DECODE_DEFAULT, rel_attention_config
+    from inkling_kernels.rel_attention_plan import rel_attention_config, rel_attention_decode_config
 
     groups = {"group 8": 8, "group 4": 4}
     for e in entries():
@@ -84,7 +84,9 @@ def test_planned_shared_memory_is_an_upper_bound(harness: ModuleType) -> None:
             config = rel_attention_config(target, group=group, head_dim=128, itemsize=itemsize, kv_itemsize=kv_itemsize)
             bound = config.shared_bytes(target, group, 128, itemsize)
         elif e["module"] == "rel_attention_decode":
-            bound = DECODE_DEFAULT.shared_bytes(target, group, 128, 9 if "9 rows" in e["case"] else 1, itemsize)
+            rows, window = 9 if "9 rows" in e["case"] else 1, 512 if "sliding" in e["case"] else None
+            decode = rel_attention_decode_config(target, group=group, head_dim=128, rows=rows, window=window)
+            bound = decode.shared_bytes(target, group, 128, rows, itemsize)
         else:
             continue
         assert all(kernel["shared_bytes"] <= bound for kernel in e["kernels"]), (e["case"], e["target"], e["triton"])

@@ -15,7 +15,7 @@ from inkling_kernels.rel_attention import rel_attention
 from inkling_kernels.rel_attention_decode import rel_attention_decode
 from inkling_kernels.rel_attention_plan import DECODE_DEFAULT, RelAttentionDecodeConfig, rel_attention_decode_plan
 from inkling_kernels.target import TARGETS, Target
-from inkling_kernels.testing import PagedBatch, paged_batch
+from inkling_kernels.testing import BOGUS_PAGE, PagedBatch, paged_batch
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -229,6 +229,9 @@ def test_core_a_captured_launch_serves_other_lengths(kernel_device: torch.device
     ]
     assert plans[0] == plans[1]
     for batch in (short, long):
+        table = torch.full((2, 10), BOGUS_PAGE, dtype=torch.int32, device=kernel_device)
+        table[:, : batch.block_table.shape[1]] = batch.block_table
+        batch.block_table = table
         check(batch, max_kv_len=160)
 
 
