@@ -26,12 +26,14 @@ from rich.console import Console
 from rich.table import Table
 from run import GateError
 
-from inkling_kernels.moe_gemm import moe_experts_ref
 from inkling_kernels.numerics import ExpertWeight
+from inkling_kernels.target import Target
 from inkling_portable import LLM, SamplingParams
 from inkling_portable.engine import Engine
+from inkling_portable.facts import Facts
 from inkling_portable.heldout import sources
 from inkling_portable.llm import default_model, pages_for
+from inkling_portable.ops import Ops
 
 EXPERTS, TOP_K, EXPERT_WIDTH, HIDDEN, HEAD_DIM = 64, 6, 32, 512, 32
 PREFILL, CONTEXT, LONG_CONTEXT = 4096, 1024, 16384
@@ -243,7 +245,7 @@ def contexts(pair: Pair, lengths: Sequence[int], blocks: int = 6, steps: int = 8
 
 @torch.inference_mode()
 def experts(tokens: int, rounds: int = 12) -> tuple[Times, Times]:
-    """Seconds of one layer's routed experts for `tokens` tokens routed at random: ours, theirs."""
+    """Seconds of one layer's routed experts for `tokens` tokens routed at random: the table's row for a CPU, theirs."""
     from transformers import InklingTextConfig
     from transformers.models.inkling.modeling_inkling import InklingExperts
 
@@ -262,12 +264,13 @@ def experts(tokens: int, rounds: int = 12) -> tuple[Times, Times]:
     ids = torch.stack([torch.randperm(EXPERTS)[:TOP_K] for _ in range(tokens)])
     weights = torch.rand(tokens, TOP_K)
     small = ids.to(torch.int32)
-    difference = (moe_experts_ref(x, w13, w2, small, weights) - module(x, ids, weights)).abs().max()
+    moe_experts = Ops.bind(Target.parse("cpu"), Facts(dtype="float32")).moe_experts
+    difference = (moe_experts(x, w13, w2, small, weights) - module(x, ids, weights)).abs().max()
     if difference > 1e-4:
         raise GateError(f"experts differ from transformers' by {float(difference):.2g}")
     mine, theirs, inner = [], [], max(1, 64 // tokens)
     for _ in range(rounds):
-        mine.append(timed(lambda: [moe_experts_ref(x, w13, w2, small, weights) for _ in range(inner)]) / inner)
+        mine.append(timed(lambda: [moe_experts(x, w13, w2, small, weights) for _ in range(inner)]) / inner)
         theirs.append(timed(lambda: [module(x, ids, weights) for _ in range(inner)]) / inner)
     return Times(mine[2:]), Times(theirs[2:])
 

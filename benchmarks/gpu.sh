@@ -28,7 +28,7 @@ declare -A suites=(
     [rel_attention]="core and not dtype0 and not dtype2" [rel_attention_decode]="core and not dtype0 and not dtype2"
     [kv_cache]="not torch" [cache_fp8]="" [short_conv]="not torch" [norm]="not torch" [embedding]="not torch"
     [activation]="not torch" [routing]="not torch" [expert_sort]="" [moe_gemm]="not torch and not any"
-    [moe_gemm_fp4]="not any" [far_addresses]=""
+    [moe_gemm_fp4]="not any" [far_addresses]="" [own_tiles]=""
 )
 failed=0
 pids=()

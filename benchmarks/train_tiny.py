@@ -33,7 +33,7 @@ from inkling_portable.cache import Batch
 from inkling_portable.checkpoint import Checkpoint
 from inkling_portable.checkpoint_writer import write_checkpoint
 from inkling_portable.config import InklingConfig, MTPConfig
-from inkling_portable.dispatch import Facts
+from inkling_portable.facts import Facts
 from inkling_portable.heldout import held_out, sources
 from inkling_portable.llm import facts_of
 from inkling_portable.model import Inkling

@@ -24,8 +24,8 @@ from inkling_portable.cache import FULL, SLIDING, kind_of
 from inkling_portable.checkpoint import Checkpoint
 from inkling_portable.config import InklingConfig
 from inkling_portable.conversion import Conversion
-from inkling_portable.dispatch import Facts
 from inkling_portable.engine import Engine
+from inkling_portable.facts import Facts
 from inkling_portable.model import Inkling
 from inkling_portable.mtp import MultiTokenPrediction
 from inkling_portable.ops import Ops

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from inkling_kernels.target import Target
-from inkling_portable.dispatch import ROWS, Choice, Facts, Row, forced_from_environment, resolve, resolve_all
+from inkling_portable.dispatch import ROWS, Choice, Row, forced_from_environment, resolve, resolve_all
+from inkling_portable.facts import Facts
 
 if TYPE_CHECKING:
     import torch

@@ -27,8 +27,9 @@ from inkling_kernels.numerics import ExpertWeight, quantize_mxfp4, quantize_nvfp
 from inkling_kernels.target import Target
 from inkling_portable.cache import FULL, SLIDING
 from inkling_portable.config import InklingConfig, MTPConfig
-from inkling_portable.dispatch import FORMATS, OPS, ROWS, Facts, Row, explain
+from inkling_portable.dispatch import OPS, ROWS, Row, explain
 from inkling_portable.engine import Engine
+from inkling_portable.facts import FORMATS, Facts
 from inkling_portable.llm import facts_of
 from inkling_portable.model import Inkling
 from inkling_portable.mtp import MultiTokenPrediction

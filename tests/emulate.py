@@ -63,7 +63,7 @@ _KERNEL = "not torch and not gradients"
 _ATTENTION = "core and not dtype0 and not dtype2 and not a11 and not captured"
 _NO_TYPES = "float32 and float16; what differs in lengths alone, which the interpreter covers"
 SUITES: dict[str, Suite] = {
-    "rel_attention": Suite(("rel_attention",), _ATTENTION, _NO_TYPES),
+    "rel_attention": Suite(("rel_attention", "own_tiles"), _ATTENTION, _NO_TYPES),
     "rel_attention_decode": Suite(("rel_attention_decode",), _ATTENTION, _NO_TYPES),
     "kv_cache": Suite(("kv_cache", "cache_fp8"), _KERNEL, "gradients"),
     "short_conv": Suite(("short_conv", "paged_conv"), _KERNEL, "gradients"),

@@ -1,4 +1,4 @@
-"""Pages, rings and kept prefixes: accounting, eviction, and no reuse that changes a logit (FAULTS A7, B4, B5, B8)."""
+"""Pages, rings and kept prefixes: accounting, eviction, and no reuse that changes a logit."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Running:
 
 
 def poison(cache: Cache, seqs: Sequence[SequenceState]) -> None:
-    """NaN wherever nothing of value is: in pages that nobody holds or keeps, and in rings of nobody (A7)."""
+    """NaN wherever nothing of value is: in pages that nobody holds or keeps, and in rings of nobody."""
     slots = [s for s in range(len(cache.layers[0].kv_conv)) if s not in [seq.slot for seq in seqs]]
     for index, layer in enumerate(cache.layers):
         kind = SLIDING if cache.config.layer(index).sliding else FULL
@@ -184,14 +184,14 @@ def test_a_batch_states_its_longest_query_and_context(config: InklingConfig) -> 
 
 
 def test_the_rings_depend_on_sequences_alone(config: InklingConfig) -> None:
-    """B8: three rows a sequence and site, whatever the lengths, chunks and pages."""
+    """Three rows a sequence and site, whatever the lengths, chunks and pages."""
     for full, page in ((10, 4), (1000, 64)):
         for layer in new_cache(config, full, full, page=page, seqs=5).layers:
             assert [ring.shape[:2] for ring in layer.rings] == [(5, 3)] * 3
 
 
 def test_lengths_5_and_40_in_one_batch(config: InklingConfig, models: tuple[Inkling, Dense]) -> None:
-    """B5, and sequences that start, extend and decode in one step."""
+    """And sequences that start, extend and decode in one step."""
     model, dense = models
     cache = new_cache(config, 60, 60)
     running = [Running(tokens, cache.open(tokens, 60, 40)) for tokens in (text(5, 1), text(40, 2), text(21, 3))]
@@ -216,7 +216,7 @@ def drop_pages(cache: Cache, kind: str, count: int) -> None:
 
 
 def test_a_hit_needs_every_kind_of_state(config: InklingConfig, models: tuple[Inkling, Dense]) -> None:
-    """B4: with convolution state or sliding pages gone, the prefix is computed again, never taken in part."""
+    """With convolution state or sliding pages gone, the prefix is computed again, never taken in part."""
     model, dense = models
     tokens = text(42, 4)
     for loss, expected in (
@@ -237,7 +237,7 @@ def test_a_hit_needs_every_kind_of_state(config: InklingConfig, models: tuple[In
 
 
 def test_a_hit_shrinks_to_the_last_place_that_is_whole(config: InklingConfig, models: tuple[Inkling, Dense]) -> None:
-    """B4: with the newest snapshots gone an older one serves, if the sliding pages of its window are there too."""
+    """With the newest snapshots gone an older one serves, if the sliding pages of its window are there too."""
     model, dense = models
     tokens = text(41, 5)
     cache = new_cache(config, 40, 40)
@@ -265,7 +265,7 @@ def test_a_hit_shrinks_to_the_last_place_that_is_whole(config: InklingConfig, mo
 def test_reuse_under_pressure_never_changes_a_logit(
     models: tuple[Inkling, Dense], data: st.DataObject, page: int, spare: int
 ) -> None:
-    """B4: texts that share beginnings, caches that are too small to keep them all, and random losses in between."""
+    """Texts that share beginnings, caches that are too small to keep them all, and random losses in between."""
     model, _ = models
     config, chunk = model.config, data.draw(st.integers(3, 30))
     need = new_cache(config, 1, 1, page=page).pages_needed(50, chunk)

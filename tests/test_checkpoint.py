@@ -1,4 +1,4 @@
-"""Opening a checkpoint: what its files hold against what its configuration calls for (FAULTS D4)."""
+"""Opening a checkpoint: what its files hold against what its configuration calls for."""
 
 from __future__ import annotations
 

@@ -17,10 +17,8 @@ from hypothesis import strategies as st
 from inkling_kernels.target import CAPABILITIES, TARGETS, Target
 from inkling_portable import dispatch
 from inkling_portable.dispatch import (
-    FORMATS,
     OPS,
     ROWS,
-    Facts,
     Row,
     UnsupportedOnTarget,
     explain,
@@ -29,6 +27,7 @@ from inkling_portable.dispatch import (
     resolve_all,
     support_table,
 )
+from inkling_portable.facts import FORMATS, Facts
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = {"inkling_kernels": "triton_kernels", "inkling_rocm": "rocm", "inkling_portable": "inkling_portable"}
@@ -141,7 +140,8 @@ import json, sys, time
 peak = lambda: int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) / 1024
 before, start = peak(), time.process_time()
 from inkling_kernels.target import TARGETS
-from inkling_portable.dispatch import FORMATS, ROWS, Facts, explain
+from inkling_portable.dispatch import ROWS, explain
+from inkling_portable.facts import FORMATS, Facts
 loaded = time.process_time() - start
 explained = [explain(target, Facts(format=f)).to_dict() for target in TARGETS for f in FORMATS]
 seconds, mib = time.process_time() - start, peak() - before

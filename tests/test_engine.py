@@ -1,4 +1,4 @@
-"""The engine: batching, sampling, stopping, streaming, and requests that fail alone (FAULTS B2, B5, B8, C9, D3).
+"""The engine: batching, sampling, stopping, streaming, and requests that fail alone.
 
 D9, key heads that do not divide among ranks, has no place here: the engine runs on one device. The plan of a parallel
 model holds it (`tests/test_parallel.py`).
@@ -103,14 +103,13 @@ def expected(model: Inkling, dense: Dense) -> list[list[int]]:
     ids=str,
 )
 def test_no_schedule_changes_a_token(model: Inkling, expected: list[list[int]], options: dict[str, Any]) -> None:
-    """B2, B5: eight prompts however they are batched, cut into pieces and made to wait, twice over."""
+    """Eight prompts however they are batched, cut into pieces and made to wait, twice over."""
     engine = new_engine(model, **options)
     for _ in range(2):
         assert [output.token_ids for output in run(engine, PROMPTS)] == expected
 
 
 def test_the_state_does_not_grow_with_the_batched_tokens(model: Inkling) -> None:
-    """B8."""
     sizes = [
         [ring.shape for layer in new_engine(model, max_num_batched_tokens=n).cache.layers for ring in layer.rings]
         for n in (1, 4096)
@@ -120,7 +119,7 @@ def test_the_state_does_not_grow_with_the_batched_tokens(model: Inkling) -> None
 
 
 def test_the_padded_vocabulary_is_never_seen(model: Inkling) -> None:
-    """D3: not greedily, not at a temperature where all tokens are equally likely, not among the likeliest."""
+    """Not greedily, not at a temperature where all tokens are equally likely, not among the likeliest."""
     engine = new_engine(model, max_num_seqs=16)
     hot = [SamplingParams(max_tokens=30, temperature=100.0, seed=i, logprobs=999, ignore_eos=True) for i in range(16)]
     ids = [engine.submit(prompt(4, i), params) for i, params in enumerate(hot)]
@@ -149,7 +148,7 @@ def broken_model(weights: tuple[InklingConfig, dict[str, torch.Tensor]], bad: fl
 def test_a_poisoned_request_fails_by_name_and_alone(
     model: Inkling, weights: tuple[InklingConfig, dict[str, torch.Tensor]], bad: float
 ) -> None:
-    """C9: beside, before and after others, also those that share its beginning, and through recycled pages."""
+    """Beside, before and after others, also those that share its beginning, and through recycled pages."""
     stem = prompt(40, 50)
     prompts = [prompt(9, 51), [*stem, 3, *prompt(20, 52)], [*stem, *prompt(5, 53)], [3], prompt(50, 54)]
     healthy, short = [prompts[i] for i in (0, 2, 4)], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)

@@ -20,8 +20,8 @@ from inkling_kernels.numerics import ExpertWeight
 from inkling_kernels.target import Target
 from inkling_portable import LLM
 from inkling_portable.checkpoint import Checkpoint
-from inkling_portable.dispatch import Facts
 from inkling_portable.experts import Experts, ExpertsLoader
+from inkling_portable.facts import Facts
 from inkling_portable.model import Inkling
 from inkling_portable.ops import Ops
 from inkling_portable.quantize import quantize_checkpoint

@@ -22,6 +22,7 @@ LAYERS = {
     "inkling_kernels": KERNELS,
     "inkling_rocm": ROCM,
     "inkling_portable.dispatch": DISPATCH,
+    "inkling_portable.facts": DISPATCH,
     "inkling_portable.ops": DISPATCH,
     "inkling_portable.engine": ENGINE,
     "inkling_portable.llm": ENGINE,

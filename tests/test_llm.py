@@ -173,7 +173,7 @@ def test_sizes_that_no_engine_can_have(tmp_path: Path, name: str, value: int) ->
 
 
 def test_a_draft_that_breaks_the_logits_is_only_a_wrong_draft(tmp_path: Path) -> None:
-    """C9: drafts of a token with a NaN embedding are rejected like others; the request that never names it goes on."""
+    """Drafts of a token with a NaN embedding are rejected like others; the request that never names it goes on."""
     token = VOCABULARY - 3
     folder = write_small(tmp_path / "broken", depths=1, broken_token=token)
     options: dict[str, Any] = {"dtype": "float32", "max_model_len": 100}

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from inkling_kernels.target import Target
-from inkling_portable.dispatch import OPS, ROWS, Facts, Row, UnsupportedOnTarget
+from inkling_portable.dispatch import OPS, ROWS, Row, UnsupportedOnTarget
+from inkling_portable.facts import Facts
 from inkling_portable.ops import BrokenImplementation, Ops, load
 
 FLOATS = Facts(dtype="float32", kv_dtype="float32")

@@ -9,7 +9,7 @@ from inkling_kernels.numerics import ExpertWeight
 from inkling_kernels.target import Target
 from inkling_portable.cache import Batch
 from inkling_portable.config import InklingConfig, MTPConfig, preset
-from inkling_portable.dispatch import Facts
+from inkling_portable.facts import Facts
 from inkling_portable.model import DecoderLayer, Inkling
 from inkling_portable.ops import Ops
 from inkling_portable.parallel import Rank

@@ -16,7 +16,8 @@ from inkling_kernels.moe_gemm import moe_experts, moe_experts_ref
 from inkling_kernels.numerics import ExpertWeight
 from inkling_kernels.target import Target
 from inkling_portable.config import QuantizationConfig, preset
-from inkling_portable.dispatch import Facts, UnsupportedOnTarget, resolve
+from inkling_portable.dispatch import UnsupportedOnTarget, resolve
+from inkling_portable.facts import Facts
 from inkling_portable.parallel import ExpertRank, Rank
 
 PACKED = ("nvfp4", "mxfp4")

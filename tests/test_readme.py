@@ -70,7 +70,10 @@ def test_python_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     assert blocks
     for block in blocks:
-        exec(compile(block, "README.md", "exec"), {})
+        code = compile(block, "README.md", "exec")
+        if "openai" in code.co_names:
+            continue  # asks a server: tests/vllm_plugin/test_serve.py has one
+        exec(code, {})
         assert capsys.readouterr().out
 
 

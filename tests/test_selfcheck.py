@@ -15,7 +15,8 @@ import torch
 from inkling_kernels.target import Target, current_target
 from inkling_portable import selfcheck
 from inkling_portable.cli import main
-from inkling_portable.dispatch import FORMATS, OPS, ROWS, Row
+from inkling_portable.dispatch import OPS, ROWS, Row
+from inkling_portable.facts import FORMATS
 from inkling_portable.selfcheck import Finding, check
 
 CPU = Target.parse("cpu")

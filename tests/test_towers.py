@@ -16,7 +16,7 @@ from transformers.models.inkling import modeling_inkling as oracle
 
 from inkling_kernels.target import Target
 from inkling_portable.config import PRESETS, AudioConfig, VisionConfig, preset
-from inkling_portable.dispatch import Facts
+from inkling_portable.facts import Facts
 from inkling_portable.media import Media, MediaSpan
 from inkling_portable.ops import Ops
 from inkling_portable.tensor_table import tensor_table

@@ -101,7 +101,6 @@ def test_tensors_are_those_of_the_model(models: tuple[InklingForCausalLM, Path, 
 
 
 def test_the_two_global_scales_are_not_confused(models: tuple[InklingForCausalLM, Path, Path], tmp_path: Path) -> None:
-    """FAULTS C2."""
     _, _, original = models
     tensors = load_file(original / "model.safetensors")
     tensors["model.llm.layers.0.mlp.global_scale"] = torch.tensor([3.0])

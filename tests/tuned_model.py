@@ -17,7 +17,7 @@ from inkling_kernels.numerics import ExpertWeight
 from inkling_kernels.target import Target
 from inkling_portable.checkpoint_writer import write_checkpoint
 from inkling_portable.config import AudioConfig, InklingConfig, MTPConfig, VisionConfig
-from inkling_portable.dispatch import Facts
+from inkling_portable.facts import Facts
 from inkling_portable.model import Inkling
 from inkling_portable.mtp import MultiTokenPrediction
 from inkling_portable.ops import Ops

@@ -91,7 +91,7 @@ def _quantise_kernel(
 
 
 def quantise_activations(
-    x: torch.Tensor, kind: str, scale2: torch.Tensor | None = None, *, target: Target | None = None
+    x: torch.Tensor, kind: str, scale2: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`x` `[T, K]` in `kind` -> codes uint8 `[T, K / 2]`, even columns in the low nibbles (mxfp8: bytes `[T, K]`), and
     scale bytes `[T, K / block]`; see the module. Any strides.
@@ -136,7 +136,7 @@ def _case(kind: str, tokens: int) -> CompileCase:
     def launch(target: Target) -> tuple[torch.Tensor, torch.Tensor]:
         scale2 = torch.empty(1, device="meta") if kind == "nvfp4" else None
         x = torch.empty(tokens, 6144, dtype=torch.bfloat16, device="meta")
-        return quantise_activations(x, kind, scale2, target=target)
+        return quantise_activations(x, kind, scale2)
 
     anything = dict.fromkeys((t.arch for t in TARGETS), "")
     return CompileCase(f"{kind}, {tokens} tokens", "moe_experts=native", launch, instruction=anything)

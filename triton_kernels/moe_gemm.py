@@ -359,7 +359,7 @@ def moe_experts_ref(
             "or -1 for an expert that is held elsewhere"
         )
     token, weight = order // ids.shape[1], weights.flatten()[order].unsqueeze(1)
-    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    out = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
     for run in _runs(found, counts):
         first, last, sizes = run[0][1], run[-1][2], [b - a for _, a, b in run]
         rows = x.index_select(0, token[first:last]).split(sizes)

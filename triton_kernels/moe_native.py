@@ -32,7 +32,7 @@ from inkling_kernels.moe_gemm_plan import MoeConfig, MoePlan, moe_experts_plan
 from inkling_kernels.numerics import ExpertWeight
 from inkling_kernels.target import Target
 
-# Tensor memory takes tiles of 128 weight rows; gate and up have one each. Scales of 128 columns fill a register.
+# Tensor memory takes tiles of 128 weight rows. Scales of 128 columns fill a register.
 SMALL_NATIVE = MoeConfig(block_m=16, block_n=256, block_k=128, num_warps=4, num_stages=2)
 LARGE_NATIVE = MoeConfig(block_m=64, block_n=256, block_k=128, num_warps=8, num_stages=2)
 
@@ -57,39 +57,18 @@ def prepare_native(weight: ExpertWeight) -> ExpertWeight:
     return replace(weight, data=weight.data ^ flip, scale=(bits & 0x7F).view(torch.float8_e4m3fn))
 
 
-@triton.jit
-def _scaled_tile_fn(
-    w_ptr, scale_ptr, row, live, first, columns, w_row, scale_row, scale_col, SIZE: tl.constexpr, BLOCK_K: tl.constexpr
-):
-    """Codes `[rows, BLOCK_K / 2]` and scale bytes `[rows, BLOCK_K / SIZE]` of an expert's rows `row` (int64)."""
-    at = first // 2 + tl.arange(0, BLOCK_K // 2)
-    block = first // SIZE + tl.arange(0, BLOCK_K // SIZE)
-    code_mask = live[:, None] & (at < columns // 2)[None, :]
-    codes = tl.load(w_ptr + ((row * w_row)[:, None] + at.to(tl.int64)[None, :]), mask=code_mask, other=0)
-    scale_mask = live[:, None] & (block < columns // SIZE)[None, :]
-    scale_at = scale_ptr + ((row * scale_row)[:, None] + (block.to(tl.int64) * scale_col)[None, :])
-    return codes, tl.load(scale_at, mask=scale_mask, other=0)
-
-
-@triton.jit
-def _product_fn(w, w_scale, x, x_scale, acc, FP8_SCALE: tl.constexpr, X: tl.constexpr):
-    """`acc` and the product of codes with their scales; `FP8_SCALE`: E4M3 per 16, else E8M0 per 32."""
-    if FP8_SCALE:
-        w_scale = w_scale.to(tl.float8e4nv, bitcast=True)
-        x_scale = x_scale.to(tl.float8e4nv, bitcast=True)
-    return tl.dot_scaled(w, w_scale, "e2m1", x, x_scale, X, acc)
-
-
 @triton.jit(do_not_specialize=["tiles"])
 def _native_kernel(
     out_ptr, x_ptr, x_scale_ptr, input_ptr, w_ptr, scale_ptr, scale2_ptr, order_ptr, offsets_ptr, map_ptr, tiles, top_k,
-    rows, columns, out_row, x_row, x_scale_row, w_expert, w_row, scale_expert, scale_row, scale_col, scale2_expert,
+    rows, columns, out_row, x_row, x_scale_row, w_expert, w_stride, scale_expert, scale_row, scale_col, scale2_expert,
     scale2_up, NVFP4: tl.constexpr, X: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """As `moe_gemm`'s `_grouped_kernel`, of codes and scales on both sides."""
+    """As `moe_gemm`'s `_grouped_kernel`, of codes and scales on both sides. `GATED`: gate and up rows are multiplied in
+    one tile, as they lie in memory, and parted behind the sum."""
     SIZE: tl.constexpr = 16 if NVFP4 else 32
     PACK: tl.constexpr = 2 if X == "e2m1" else 1
+    ROWS: tl.constexpr = BLOCK_N * 2 if GATED else BLOCK_N
     program = tl.program_id(0)
     whole = GROUP_M * tl.cdiv(rows, BLOCK_N)
     group = program // whole
@@ -102,32 +81,36 @@ def _native_kernel(
     paired = member < tl.load(offsets_ptr + expert + 1)
     pair = tl.load(order_ptr + member, mask=paired, other=0)
     source = (pair // top_k if GATED else member).to(tl.int64)
-    row = (program % whole // size * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
-    live = row < rows
+    place = program % whole // size
+    w_row = (place * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    live = w_row < (rows * 2 if GATED else rows)
     w_ptr += expert * w_expert
     scale_ptr += expert * scale_expert
 
-    gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    total = tl.zeros([ROWS, BLOCK_M], tl.float32)
     for first in range(0, columns, BLOCK_K):
         at = first // PACK + tl.arange(0, BLOCK_K // PACK)
         x_mask = paired[None, :] & (at < columns // PACK)[:, None]
         x = tl.load(x_ptr + ((source * x_row)[None, :] + at.to(tl.int64)[:, None]), mask=x_mask, other=0)
         block = first // SIZE + tl.arange(0, BLOCK_K // SIZE)
+        inside = (block < columns // SIZE)[None, :]
+        block = block.to(tl.int64)[None, :]
         x_scale = tl.load(
-            x_scale_ptr + ((source * x_scale_row)[:, None] + block.to(tl.int64)[None, :]),
-            mask=paired[:, None] & (block < columns // SIZE)[None, :], other=0,
-        )  # fmt: skip
-        w, w_scale = _scaled_tile_fn(
-            w_ptr, scale_ptr, row * 2 if GATED else row, live, first, columns, w_row, scale_row, scale_col, SIZE,
-            BLOCK_K,
-        )  # fmt: skip
-        gate = _product_fn(w, w_scale, x, x_scale, gate, NVFP4, X)
-        if GATED:
-            w, w_scale = _scaled_tile_fn(
-                w_ptr, scale_ptr, row * 2 + 1, live, first, columns, w_row, scale_row, scale_col, SIZE, BLOCK_K
-            )
-            up = _product_fn(w, w_scale, x, x_scale, up, NVFP4, X)
+            x_scale_ptr + ((source * x_scale_row)[:, None] + block), mask=paired[:, None] & inside, other=0
+        )
+        at = first // 2 + tl.arange(0, BLOCK_K // 2)
+        w_mask = live[:, None] & (at < columns // 2)[None, :]
+        w = tl.load(w_ptr + ((w_row * w_stride)[:, None] + at.to(tl.int64)[None, :]), mask=w_mask, other=0)
+        scale_at = scale_ptr + ((w_row * scale_row)[:, None] + block * scale_col)
+        w_scale = tl.load(scale_at, mask=live[:, None] & inside, other=0)
+        if NVFP4:
+            w_scale = w_scale.to(tl.float8e4nv, bitcast=True)
+            x_scale = x_scale.to(tl.float8e4nv, bitcast=True)
+        total = tl.dot_scaled(w, w_scale, "e2m1", x, x_scale, X, total)
+    row = (place * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    gate, up = total, total
+    if GATED:
+        gate, up = tl.split(tl.trans(tl.reshape(total, [BLOCK_N, 2, BLOCK_M]), 0, 2, 1))
     if NVFP4:
         scale2 = tl.load(input_ptr)
         gate *= tl.load(scale2_ptr + expert * scale2_expert) * scale2
@@ -135,7 +118,7 @@ def _native_kernel(
     y = silu_mul_fn(gate, up) if GATED else gate
     to = (member if GATED else pair).to(tl.int64)
     out_at = out_ptr + ((to * out_row)[None, :] + row[:, None])
-    tl.store(out_at, y.to(out_ptr.dtype.element_ty), mask=paired[None, :] & live[:, None])
+    tl.store(out_at, y.to(out_ptr.dtype.element_ty), mask=paired[None, :] & (row < rows)[:, None])
 
 
 def native_config(pairs: int, experts: int) -> MoeConfig:
@@ -157,7 +140,7 @@ def moe_experts_native(
     `moe_gemm.moe_experts`, for weights in NVFP4 or MXFP4 in the order "pairs"; forward only.
     """
     tokens, hidden, width = check_experts(x, w13, w2, ids, weights)
-    if w13.format == "bf16":
+    if w13.scale is None or w2.scale is None:
         raise ValueError("moe_experts_native: w13 is bf16; expected nvfp4 or mxfp4, which have block scales")
     w13.require_order("pairs", "w13")
     w2.require_order("pairs", "w2")
@@ -174,9 +157,9 @@ def moe_experts_native(
     kind = token_kind(w13.format, target)
     pairs = sorted_pairs(ids, experts, plan, target)
     inner = torch.empty(ids.numel(), width, dtype=x.dtype, device=x.device)
-    _multiply(inner, x, w13, pairs, ids.shape[1], plan, kind, gated=True)
+    _multiply(inner, x, w13, w13.scale, pairs, ids.shape[1], plan, kind, gated=True)
     each = torch.empty(ids.numel(), hidden, dtype=x.dtype, device=x.device)
-    _multiply(each, inner, w2, pairs, ids.shape[1], plan, kind, gated=False)
+    _multiply(each, inner, w2, w2.scale, pairs, ids.shape[1], plan, kind, gated=False)
     return weighted_sum(out, each, ids, weights, experts, plan)
 
 
@@ -187,6 +170,7 @@ def _multiply(
     out: torch.Tensor,
     x: torch.Tensor,
     weight: ExpertWeight,
+    scale: torch.Tensor,
     pairs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     top_k: int,
     plan: MoePlan,
@@ -194,16 +178,14 @@ def _multiply(
     *,
     gated: bool,
 ) -> None:
-    nvfp4, scale2 = kind == "nvfp4", weight.scale2
-    given = weight.input_scale
+    nvfp4, scale, scale2, given = kind == "nvfp4", scale.view(torch.uint8), weight.scale2, weight.input_scale
     if nvfp4 and given is None:
         given = torch.ones(1, device=x.device)
     codes, scales = quantise_activations(x, kind, given if nvfp4 else None)
-    w_scale = weight.data.new_empty(0) if weight.scale is None else weight.scale.view(torch.uint8)
     second = (0, 0) if scale2 is None else (scale2.stride(0), scale2.stride(1) if scale2.dim() == 2 else 0)
     _native_kernel[plan.up_grid if gated else plan.down_grid](
-        out, codes, scales, given, weight.data, w_scale, scale2, *pairs, plan.tiles, top_k, out.shape[1], weight.cols,
-        out.stride(0), codes.stride(0), scales.stride(0), *weight.data.stride()[:2], *w_scale.stride(), *second,
+        out, codes, scales, given, weight.data, scale, scale2, *pairs, plan.tiles, top_k, out.shape[1], weight.cols,
+        out.stride(0), codes.stride(0), scales.stride(0), *weight.data.stride()[:2], *scale.stride(), *second,
         NVFP4=nvfp4, X="e4m3" if kind == "mxfp8" else "e2m1", GATED=gated, BLOCK_M=plan.config.block_m,
         BLOCK_N=plan.up_block_n if gated else plan.down_block_n, BLOCK_K=plan.config.block_k,
         GROUP_M=plan.config.group_m, num_warps=plan.config.num_warps, num_stages=plan.config.num_stages,

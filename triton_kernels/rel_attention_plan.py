@@ -100,6 +100,9 @@ def rel_attention_config(
         # With other numbers of stages, Triton 3.6 or 3.9 leaves some cases a few bytes short of registers.
         stages = 3 if kv_itemsize == 1 and group <= 4 else 2
         listed = (RelAttentionConfig(block_m=64, tokens=16, num_stages=stages),)
+    elif "wgmma" in target.capabilities and group <= 4:
+        # The bias of 16 tokens beside the sums is more than 255 registers a thread of four warps hold.
+        listed = (RelAttentionConfig(block_m=64, tokens=16, num_warps=8, num_stages=2), *_MMA[1:])
     fits = (c for c in listed if not c.problems(target, group=group, head_dim=head_dim, itemsize=itemsize))
     return next(fits, DEFAULT)
 

@@ -33,6 +33,7 @@ def explain(
     """
     from inkling_kernels.target import Target, current_target
     from inkling_portable import dispatch
+    from inkling_portable.facts import Facts
 
     if json and markdown:
         raise ValueError("--json and --markdown exclude each other; give one of them")
@@ -40,7 +41,7 @@ def explain(
         typer.echo(dispatch.support_table())
         return 0
     device = current_target() if target is None else Target.parse(target)
-    facts = dispatch.Facts(format=format)
+    facts = Facts(format=format)
     if facts.expert_width % tensor_parallel_size:
         raise ValueError(
             f"--tensor-parallel-size is {tensor_parallel_size}, which does not divide the experts' width of "

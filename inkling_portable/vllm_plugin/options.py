@@ -12,7 +12,8 @@ from vllm.distributed import get_tensor_model_parallel_rank
 from inkling_kernels.numerics import Format
 from inkling_kernels.target import Target
 from inkling_portable.config import InklingConfig
-from inkling_portable.dispatch import ROWS, Facts, forced_from_environment
+from inkling_portable.dispatch import ROWS, forced_from_environment
+from inkling_portable.facts import Facts
 from inkling_portable.ops import Ops
 from inkling_portable.parallel import ExpertRank, Rank
 from inkling_portable.vllm_plugin.backend import PAGE_SIZES

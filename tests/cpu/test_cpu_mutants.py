@@ -69,6 +69,7 @@ def test_every_operation_has_broken_copies() -> None:
     assert {op for op, *_ in BROKEN} == set(CASES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("op", "what", "file", "text", "instead"), BROKEN, ids=[f"{b[0]}: {b[1]}" for b in BROKEN])
 def test_a_broken_copy_is_caught(op: str, what: str, file: str, text: str, instead: str, tmp_path: Path) -> None:
     name = f"broken_cpu_{BROKEN.index((op, what, file, text, instead))}"

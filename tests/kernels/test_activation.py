@@ -1,4 +1,4 @@
-"""The interleaved SiLU gate against numpy in float64 (FAULTS C1, C9)."""
+"""The interleaved SiLU gate against numpy in float64."""
 
 from __future__ import annotations
 

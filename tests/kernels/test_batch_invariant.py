@@ -1,4 +1,4 @@
-"""Products whose bits for a row do not depend on the other rows (FAULTS A11)."""
+"""Products whose bits for a row do not depend on the other rows."""
 
 from __future__ import annotations
 

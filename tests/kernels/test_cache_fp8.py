@@ -1,4 +1,4 @@
-"""What the preparation kernel writes into an fp8 cache, against the definition of the codes (FAULTS C10, D10)."""
+"""What the preparation kernel writes into an fp8 cache, against the definition of the codes."""
 
 from __future__ import annotations
 

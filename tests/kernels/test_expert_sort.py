@@ -1,4 +1,4 @@
-"""The order of a grouped product against numpy (FAULTS C5)."""
+"""The order of a grouped product against numpy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows, pages and slots more than 2**31 elements from where their tensor begins (FAULTS A9).
+"""Rows, pages and slots more than 2**31 elements from where their tensor begins.
 
 The buffers are as large as they look, but memory that is never touched is never given out.
 """

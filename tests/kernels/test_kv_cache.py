@@ -1,4 +1,4 @@
-"""Preparation of q, k, v and r, and the cache write, against numpy (FAULTS A6, A10, A12, B1 to B3, B5, B7)."""
+"""Preparation of q, k, v and r, and the cache write, against numpy."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_ragged_steps_into_shuffled_pages(
 @pytest.mark.parametrize("last", [127_998, 127_999, 128_000, 128_001, 999_999])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_log_scaling_at_its_seam(impl: Impl, last: int, rows: int) -> None:
-    """A12, A10: the row's own position decides, and both q and r are scaled; without a floor neither is."""
+    """The row's own position decides, and both q and r are scaled; without a floor neither is."""
     weights = weights_of(0)
     qkvr = torch.randn(rows, Q + 2 * KV + R, generator=torch.Generator().manual_seed(1))
     where = (
@@ -181,7 +181,7 @@ def test_log_scaling_at_its_seam(impl: Impl, last: int, rows: int) -> None:
 
 @pytest.mark.parametrize("accepted", [0, 1, 2, 5, 8])
 def test_rejected_drafts_leave_no_trace(impl: Impl, accepted: int) -> None:
-    """B3: nine rows are verified and some stand; later rows prepare, and the cache holds, as if only those had been."""
+    """Nine rows are verified and some stand; later rows prepare, and the cache holds, as if only those had been."""
     weights = weights_of(8)
     rows = torch.randn(22, Q + 2 * KV + R, generator=torch.Generator().manual_seed(9))
     expected = oracle(rows.numpy(), weights, 7, 0.1)
@@ -203,7 +203,7 @@ def test_rejected_drafts_leave_no_trace(impl: Impl, accepted: int) -> None:
 
 
 def test_padding_rows_change_nothing(impl: Impl) -> None:
-    """A6, B5: rows of a captured batch beside a live sequence, some behind the last sequence, with slot -1."""
+    """Rows of a captured batch beside a live sequence, some behind the last sequence, with slot -1."""
     weights, generator = weights_of(2), torch.Generator().manual_seed(3)
     qkvr = torch.randn(4, Q + 2 * KV + R, generator=generator)
     results = []

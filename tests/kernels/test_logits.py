@@ -1,4 +1,4 @@
-"""The end of the head: scaled float32 logits of the real vocabulary, and which rows are finite (FAULTS C9, D3)."""
+"""The end of the head: scaled float32 logits of the real vocabulary, and which rows are finite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The routed experts against numpy in float64, an expert and a token at a time (FAULTS C1, C5, C9)."""
+"""The routed experts against numpy in float64, an expert and a token at a time."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def normal(seed: int, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
 def test_any_routing(
     impl: Impl, tokens: int, experts: int, top_k: int, hidden: int, width: int, routing: str, seed: int
 ) -> None:
-    """C5: no tokens, idle experts, all tokens to one expert (twice over), and experts that another rank holds."""
+    """No tokens, idle experts, all tokens to one expert (twice over), and experts that another rank holds."""
     x, w13, w2, weights = normal(
         seed, (tokens, hidden), (experts, 2 * width, hidden), (experts, hidden, width), (tokens, top_k)
     )
@@ -72,7 +72,7 @@ def test_any_routing(
 
 @pytest.mark.parametrize("tokens", [15, 16, 17, 64, 65, 255, 256, 257, 600])
 def test_block_boundaries(impl: Impl, tokens: int) -> None:
-    """C5: one row more than a block, for one expert alone and for all."""
+    """One row more than a block, for one expert alone and for all."""
     x, w13, w2, weights = normal(0, (tokens, 4), (3, 4, 4), (3, 4, 2), (tokens, 2))
     for ids in (torch.ones(tokens, 2, dtype=torch.int32), torch.arange(2 * tokens).view(tokens, 2).int() % 3):
         out = impl(x, *plain(w13, w2), ids, weights)
@@ -90,7 +90,7 @@ def indexed(width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def test_rows_that_tell_their_index(impl: Impl) -> None:
-    """C1: a contiguous split of w13 would multiply other rows."""
+    """A contiguous split of w13 would multiply other rows."""
     x, w13, w2 = indexed(8)
     w2 = w2[:, :2] + w2[:, 6:]
     out = impl(x, *plain(w13, w2), torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, 1))
@@ -98,7 +98,7 @@ def test_rows_that_tell_their_index(impl: Impl) -> None:
 
 
 def test_halves_of_the_width_add_up(impl: Impl) -> None:
-    """C1: two tensor-parallel ranks, each with whole gate and up pairs."""
+    """Two tensor-parallel ranks, each with whole gate and up pairs."""
     x, w13, w2, weights = normal(1, (7, 6), (4, 16, 6), (4, 6, 8), (7, 2))
     ids = torch.arange(14).view(7, 2).int() % 4
     halves = [impl(x, *plain(w13[:, a : a + 8], w2[:, :, a // 2 : a // 2 + 4]), ids, weights) for a in (0, 8)]
@@ -119,7 +119,7 @@ def test_ranks_of_experts_add_up(impl: Impl) -> None:
 
 
 def test_neighbours_change_nothing(impl: Impl) -> None:
-    """C9: one NaN token beside others, and any token alone."""
+    """One NaN token beside others, and any token alone."""
     x, w13, w2, weights = normal(4, (12, 8), (5, 12, 8), (5, 8, 6), (12, 2))
     ids = torch.randint(0, 5, (12, 2), generator=torch.Generator().manual_seed(5)).int()
     clean = impl(x, *plain(w13, w2), ids, weights)
@@ -135,7 +135,7 @@ def test_neighbours_change_nothing(impl: Impl) -> None:
 
 
 def test_bfloat16_leaves_the_range_of_float16_unharmed(impl: Impl) -> None:
-    """C9: an expert whose output is 7e4."""
+    """An expert whose output is 7e4."""
     x, w13, w2 = indexed(8)
     w2 = w2[:, 6:] * 400
     out = impl(
@@ -198,7 +198,7 @@ def test_gradients(impl: Impl) -> None:
 
 @pytest.mark.parametrize("bad", [-2, 3, 256])
 def test_an_id_of_no_expert_is_an_error(impl: Impl, bad: int, kernel_device: torch.device) -> None:
-    """C5. The kernels' launcher reads ids where it need not wait for them."""
+    """The kernels' launcher reads ids where it need not wait for them."""
     if impl is not moe_experts_ref and kernel_device.type != "cpu":
         return
     x, w13, w2, weights = normal(10, (2, 4), (3, 4, 4), (3, 4, 2), (2, 1))

@@ -1,5 +1,4 @@
-"""Packed experts through the kernels: codes, scales and layouts made here, against numpy in float64 (FAULTS C5 to
-C7)."""
+"""Packed experts through the kernels: codes, scales and layouts made here, against numpy in float64."""
 
 from __future__ import annotations
 
@@ -73,7 +72,7 @@ def test_any_routing(
 
 @pytest.mark.parametrize("width", [32, 96, 128, 160, 192, 224, 320, 384, 640])
 def test_widths_and_padding(impl: Impl, width: int) -> None:
-    """C6: multiples of 32 that no tile divides; rows, blocks and tokens beside the slice are NaN."""
+    """Multiples of 32 that no tile divides; rows, blocks and tokens beside the slice are NaN."""
     rng = np.random.default_rng(width)
     format, dtype = FORMATS[width // 32 % 2], (torch.float32, torch.bfloat16)[width // 64 % 2]
     weights, exact = packed(rng, format, 2, 96, width, padding=2, order=ORDERS[width // 32 % 3 % 2])
@@ -89,7 +88,7 @@ def test_widths_and_padding(impl: Impl, width: int) -> None:
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("format", FORMATS)
 def test_every_code_with_telling_scales(impl: Impl, format: str, order: str, dtype: torch.dtype) -> None:
-    """C7: token j reaches unit j alone, so its results are column j of w2 times one number: all sixteen codes, a scale
+    """Token j reaches unit j alone, so its results are column j of w2 times one number: all sixteen codes, a scale
     byte a row. NaN and overflow spoil their own row and no other."""
     telling = {
         "nvfp4": [0x00, 0x01, 0x07, 0x08, 0x38, 0x7E, 0x7F, 0x80, 0x81, 0xB8, 0xFE, 0xFF],

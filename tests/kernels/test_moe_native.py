@@ -1,5 +1,5 @@
-"""Experts on hardware block scales, against numpy in float64 on the activations as they are quantised (FAULTS C6 to
-C8): exact where nothing but the last rounding rounds, else by what flipped codes may change."""
+"""Experts on hardware block scales, against numpy in float64 on the activations as they are quantised: exact where
+nothing but the last rounding rounds, else by what flipped codes may change."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_any_routing(
 @pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
 @pytest.mark.parametrize("format", FORMATS)
 def test_every_code_with_telling_scales(impl: Impl, formats: tuple[str, ...], format: str) -> None:
-    """C7, exact: token j reaches unit j alone with a value that every kind of activation has, so its results are
+    """Exact: token j reaches unit j alone with a value that every kind of activation has, so its results are
     column j of w2 times one number: all sixteen codes, a scale byte a row, NVFP4's negative ones too."""
     if format not in formats:
         return
@@ -122,7 +122,6 @@ def test_every_code_with_telling_scales(impl: Impl, formats: tuple[str, ...], fo
 def test_a_token_that_is_no_number_spoils_itself_alone(
     impl: Impl, formats: tuple[str, ...], kernel_device: torch.device, format: str
 ) -> None:
-    """C9."""
     if format not in formats:
         return
     rng = np.random.default_rng(4)

@@ -18,14 +18,15 @@ NATIVE, QUANT = "moe_native", "act_quant"
 
 # checked with (format of the weights, of the tokens), name, file, text, what stands there instead
 BROKEN = [
-    ("mxfp4 mxfp8", "contiguous w13", NATIVE, "row * 2 + 1, live", "row + rows, live"),
+    ("mxfp4 mxfp8", "contiguous w13", NATIVE,
+     "tl.trans(tl.reshape(total, [BLOCK_N, 2, BLOCK_M]), 0, 2, 1)",
+     "tl.trans(tl.reshape(total, [2, BLOCK_N, BLOCK_M]), 1, 2, 0)"),
     ("mxfp4 mxfp8", "gate and up exchanged", NATIVE, "silu_mul_fn(gate, up)", "silu_mul_fn(up, gate)"),
     ("mxfp4 mxfp8", "first expert's codes", NATIVE, "w_ptr += expert * w_expert", "w_ptr += 0 * expert"),
     ("mxfp4 mxfp8", "first expert's scales", NATIVE, "scale_ptr += expert * scale_expert", "scale_ptr += 0 * expert"),
-    ("mxfp4 mxfp8", "scales of the first row", NATIVE, "(row * scale_row)[:, None]", "(row * 0)[:, None]"),
+    ("mxfp4 mxfp8", "scales of the first row", NATIVE, "(w_row * scale_row)[:, None]", "(w_row * 0)[:, None]"),
     ("mxfp4 mxfp8", "padding blocks read", NATIVE,
-     "scale_mask = live[:, None] & (block < columns // SIZE)[None, :]",
-     "scale_mask = live[:, None] & (block >= 0)[None, :]"),
+     "inside = (block < columns // SIZE)[None, :]", "inside = (block >= 0)[None, :]"),
     ("mxfp4 mxfp8", "scales of other tokens", NATIVE, "(source * x_scale_row)[:, None]", "(source * 0)[:, None]"),
     ("mxfp4 mxfp8", "other tokens", NATIVE, "(source * x_row)[None, :]", "(source * 0)[None, :]"),
     ("mxfp4 mxfp8", "results left in the sorted order", NATIVE, "member if GATED else pair).to", "member).to"),

@@ -66,7 +66,7 @@ def test_bfloat16_rounds_the_quotient_and_then_the_product(impl: Impl) -> None:
 
 
 def test_a_strided_view_of_a_fused_product_and_its_neighbours(impl: Impl) -> None:
-    """Heads inside one buffer (FAULTS B7): NaN lies on both sides of what is normed."""
+    """Heads inside one buffer: NaN lies on both sides of what is normed."""
     generator = torch.Generator().manual_seed(1)
     fused = torch.full((7, 5 * 16 + 24), float("nan"))
     fused[:, 8:72] = torch.randn(7, 64, generator=generator)

@@ -1,4 +1,4 @@
-"""The 4-bit formats against numpy, ml_dtypes and arithmetic written here (FAULTS C7), and what breaks them."""
+"""The 4-bit formats against numpy, ml_dtypes and arithmetic written here, and what breaks them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Convolution state kept in pages behind a block table, as vLLM allocates it (FAULTS B1 to B3), against the ring."""
+"""Convolution state kept in pages behind a block table, as vLLM allocates it, against the ring."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reference attention against numpy in float64, a row at a time (FAULTS A1, A3 to A8, A10, A12)."""
+"""The reference attention against numpy in float64, a row at a time."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def run(
 def oracle(
     c: Case, *, shift: int = 0, wider: int = 0, longer: int = 0, scale: float | None = None, bias: bool = True
 ) -> np.ndarray:
-    """Float64 attention, a row at a time. The keyword arguments break it in the ways of FAULTS A4."""
+    """Float64 attention, a row at a time. The keyword arguments break it."""
     q, r, proj = (t.double().numpy() for t in (c.q, c.r, c.proj))
     heads, dim, extent = q.shape[1], q.shape[2], proj.shape[1] + longer
     out, row = np.zeros_like(q), 0
@@ -145,7 +145,6 @@ def test_more_rows_than_a_tile(impl: Impl, before: int, window: int | None) -> N
 
 @pytest.mark.parametrize("lengths", [[6, 512], [1, 127], [129, 1, 1], [0, 5]])
 def test_a_batch_equals_its_sequences_alone(impl: Impl, lengths: list[int]) -> None:
-    """A1."""
     c = case([(n, n) for n in lengths], heads=16, kv_heads=2, dim=8, extent=256)
     out, row = run(impl, c), 0
     for b, n in enumerate(lengths):
@@ -166,7 +165,7 @@ DISTANCES = [0, 1, 511, 512, 1022, 1023]
 
 @pytest.mark.parametrize(("rows", "keys"), [(1, 1100), (1, 65_536), (300, 556), (9, 1400), (1, 1)])
 def test_the_bias_lands_at_its_distance(impl: Impl, rows: int, keys: int) -> None:
-    """A3, A10: head h looks `DISTANCES[h]` back by a bias of 30, and the value it finds tells where it looked.
+    """Head h looks `DISTANCES[h]` back by a bias of 30, and the value it finds tells where it looked.
 
     The last head's bias would be at distance 1024, outside the extent: it must see the mean of everything.
     """
@@ -188,7 +187,7 @@ def test_the_bias_lands_at_its_distance(impl: Impl, rows: int, keys: int) -> Non
 
 
 def test_rows_without_keys_are_zero_and_change_nothing(impl: Impl) -> None:
-    """A6, also for rows behind the last sequence."""
+    """Also for rows behind the last sequence."""
     c = case([(1, 40), (3, 9)], window=20)
     alone = run(impl, c)
     padded = case([(1, 40), (1, 0), (3, 9), (2, 0), (0, 0), (0, 7)], window=20)
@@ -214,7 +213,7 @@ def test_rows_without_keys_are_zero_and_change_nothing(impl: Impl) -> None:
 def test_a_poisoned_token_reaches_only_the_rows_that_see_it(
     impl: Impl, what: str, bad: float, window: int | None
 ) -> None:
-    """A7: 0 * NaN must not carry it to earlier rows of the step, nor to rows whose window has left it behind."""
+    """0 * NaN must not carry it to earlier rows of the step, nor to rows whose window has left it behind."""
     c = case([(200, 200)], heads=2, kv_heads=2, dim=8, window=window, extent=40)
     clean = run(impl, c)
     tensor = getattr(c, what)
@@ -231,12 +230,12 @@ def test_a_poisoned_token_reaches_only_the_rows_that_see_it(
 @pytest.mark.parametrize("window", [None, 512])
 @pytest.mark.parametrize("keys", [514, 1026])
 def test_the_seams_of_window_and_extent(impl: Impl, window: int | None, keys: int) -> None:
-    """A12: distances 510..514 and 1022..1026, at the sizes of the released models."""
+    """Distances 510..514 and 1022..1026, at the sizes of the released models."""
     check(impl, case([(5, keys)], heads=2, kv_heads=1, dim=8, extent=window or 1024, window=window, seed=keys), page=64)
 
 
 def test_broken_copies_are_far_from_the_tolerance(impl: Impl) -> None:
-    """A4: each mistake moves the result by many times what the tests above allow."""
+    """Each mistake moves the result by many times what the tests above allow."""
     c = case([(40, 90)], heads=4, kv_heads=2, window=32, extent=32)
     full = replace(c, window=None)
     out, out_full = run(impl, c).double().numpy(), run(impl, full).double().numpy()

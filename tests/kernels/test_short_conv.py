@@ -1,4 +1,4 @@
-"""The ragged short convolution against a numpy loop over whole sequences (FAULTS A6, B1 to B3, B5 to B8)."""
+"""The ragged short convolution against a numpy loop over whole sequences."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_ragged_steps_of_any_kind(impl: Impl, data: st.DataObject, width: int, e
 
 @pytest.mark.parametrize("ring", [3, 4, 8, 16, 32])
 def test_the_ring_is_as_long_as_its_allocation_says(impl: Impl, ring: int) -> None:
-    """B1: 40 tokens of prompt, then decoding, whatever the block size of the state."""
+    """40 tokens of prompt, then decoding, whatever the block size of the state."""
     x, weight = inputs(0, 60)
     whole = impl(x, weight, None, int32([0]), starts([60]), int32([60]))
     np.testing.assert_allclose(whole.numpy(), oracle(x.numpy(), weight.numpy()), rtol=1e-5, atol=1e-5)
@@ -105,7 +105,6 @@ def test_the_ring_is_as_long_as_its_allocation_says(impl: Impl, ring: int) -> No
 
 @pytest.mark.parametrize("pieces", [[1030], [1029, 1], [3, 1027], [512, 512, 6], [1] * 8 + [1022]], ids=str)
 def test_any_chunking_gives_the_same_bits(impl: Impl, pieces: list[int]) -> None:
-    """B2."""
     x, weight = inputs(1, 1030)
     whole = impl(x, weight, None, int32([0]), starts([1030]), int32([1030]))
     assert torch.equal(in_pieces(impl, x, weight, pieces, poisoned(1, 3)), whole)
@@ -159,7 +158,7 @@ def test_any_chunking_gives_the_same_norm(impl: Impl, pieces: list[int]) -> None
 @pytest.mark.parametrize("accepted", range(9))
 @pytest.mark.parametrize("prompt", [1, 2, 12])
 def test_rejected_drafts_leave_no_trace(impl: Impl, accepted: int, prompt: int) -> None:
-    """B3: nine rows are verified, some drafts stand, and decoding goes on; no row is rolled back."""
+    """Nine rows are verified, some drafts stand, and decoding goes on; no row is rolled back."""
     x, weight = inputs(2, prompt + 9 + 12)
     whole = impl(x, weight, None, int32([0]), starts([len(x)]), int32([len(x)]))
     state = poisoned(1, 3 + 8)
@@ -176,7 +175,7 @@ def test_rejected_drafts_leave_no_trace(impl: Impl, accepted: int, prompt: int) 
 
 
 def test_neighbours_of_other_lengths_change_nothing(impl: Impl) -> None:
-    """B5: 5 and 40 rows in one batch, an idle sequence between them, against each alone."""
+    """5 and 40 rows in one batch, an idle sequence between them, against each alone."""
     x, weight = inputs(3, 45)
     state = poisoned(3, 3)
     y = impl(x, weight, state, int32([2, 1, 0]), starts([5, 0, 40]), int32([5, 7, 40]))
@@ -190,7 +189,7 @@ def test_neighbours_of_other_lengths_change_nothing(impl: Impl) -> None:
 
 @pytest.mark.parametrize("slot", [-1, 0, 1])
 def test_padding_rows_neither_disturb_nor_enter_a_state(impl: Impl, slot: int) -> None:
-    """A6, B5: rows of a captured batch that belong to no token (`kv_len` 0), whatever slot they name."""
+    """Rows of a captured batch that belong to no token (`kv_len` 0), whatever slot they name."""
     x, weight = inputs(4, 8)
     state = poisoned(2, 3)
     impl(x[:5], weight, state, int32([0]), starts([5]), int32([5]))
@@ -216,7 +215,6 @@ def test_slot_minus_one_and_rows_behind_the_last_sequence(impl: Impl) -> None:
 
 
 def test_no_tokens_at_all(impl: Impl) -> None:
-    """A6."""
     x, weight = inputs(5, 0)
     state = torch.zeros(1, 3, 5)
     assert impl(x, weight, state, int32([0]), starts([0]), int32([4])).shape == (0, 5)
@@ -227,7 +225,7 @@ def test_no_tokens_at_all(impl: Impl) -> None:
 @settings(max_examples=25, deadline=None)
 @given(tokens=st.integers(1, 300), seed=st.integers(0, 2**32 - 1))
 def test_the_residual_may_be_the_input_itself(impl: Impl, tokens: int, seed: int) -> None:
-    """B6: nothing is read after it was written, and the operands stay as they were."""
+    """Nothing is read after it was written, and the operands stay as they were."""
     x, weight = inputs(seed, tokens)
     apart = impl(x.clone(), weight, poisoned(1, 3), int32([0]), starts([tokens]), int32([tokens]), residual=x.clone())
     before = x.clone()
@@ -239,7 +237,7 @@ def test_the_residual_may_be_the_input_itself(impl: Impl, tokens: int, seed: int
 
 
 def test_a_slice_of_the_fused_product_into_a_slice_of_a_larger_state(impl: Impl) -> None:
-    """B7: neither `x` nor the state need be contiguous, and what lies around them is neither read nor written."""
+    """Neither `x` nor the state need be contiguous, and what lies around them is neither read nor written."""
     x, weight = inputs(6, 20)
     fused, large = torch.full((20, 13), NAN), torch.full((4, 9, 11), NAN)
     fused[:, 4:9] = x
@@ -253,7 +251,7 @@ def test_a_slice_of_the_fused_product_into_a_slice_of_a_larger_state(impl: Impl)
 
 
 def test_the_state_does_not_grow_with_the_batch(impl: Impl) -> None:
-    """B8: three rows a sequence are enough for any number of rows in a step."""
+    """Three rows a sequence are enough for any number of rows in a step."""
     x, weight = inputs(7, 700)
     state = poisoned(2, 3)
     y = impl(x, weight, state, int32([1, 0]), starts([300, 400]), int32([300, 400]))

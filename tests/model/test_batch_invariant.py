@@ -1,4 +1,4 @@
-"""With `batch_invariant` a request's logits are the same to the last bit alone and in any company (FAULTS A11).
+"""With `batch_invariant` a request's logits are the same to the last bit alone and in any company.
 
 The kernels run in Triton's interpreter, or on the GPU where torch sees one.
 """

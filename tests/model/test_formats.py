@@ -1,4 +1,4 @@
-"""NVFP4 and MXFP4 copies against the model that holds the same values unpacked, here, from the files' bytes (C7)."""
+"""NVFP4 and MXFP4 copies against the model that holds the same values unpacked, here, from the files' bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from inkling_kernels.target import Target
 from inkling_portable import LLM, SamplingParams
 from inkling_portable.cache import Batch
 from inkling_portable.checkpoint import Checkpoint
-from inkling_portable.dispatch import Facts
+from inkling_portable.facts import Facts
 from inkling_portable.model import Inkling
 from inkling_portable.ops import Ops
 from inkling_portable.quantize import quantize_checkpoint

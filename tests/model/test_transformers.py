@@ -1,4 +1,4 @@
-"""The text model against Transformers' Inkling, on checkpoints that either of them wrote (FAULTS A4, B2, C1 to C3)."""
+"""The text model against Transformers' Inkling, on checkpoints that either of them wrote."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from inkling_portable import LLM, SamplingParams
 from inkling_portable.cache import FULL, SLIDING, Batch, Cache
 from inkling_portable.checkpoint import Checkpoint
 from inkling_portable.checkpoint_writer import write_checkpoint
-from inkling_portable.dispatch import Facts
+from inkling_portable.facts import Facts
 from inkling_portable.model import Inkling
 from inkling_portable.ops import Ops
 from inkling_portable.weights import load_tensors
@@ -216,7 +216,6 @@ def close_to(found: torch.Tensor, reference: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("pieces", [[1030], [1029, 1], [3, 1027], [512, 512, 6], [1] * 8 + [1022]], ids=str)
 def test_named_chunkings(model: Inkling, pieces: list[int]) -> None:
-    """B2."""
     ids = tokens(1030, 20)
     close_to(in_pieces(model, new_cache(model, 32), ids, pieces, 1030), whole(model, ids))
 

@@ -31,7 +31,8 @@ from inkling_kernels.numerics import ExpertWeight
 from inkling_kernels.target import Target
 from inkling_portable.cache import Batch
 from inkling_portable.checkpoint import Checkpoint
-from inkling_portable.dispatch import ROWS, Facts, UnsupportedOnTarget, explain, resolve
+from inkling_portable.dispatch import ROWS, UnsupportedOnTarget, explain, resolve
+from inkling_portable.facts import Facts
 from inkling_portable.model import Inkling
 from inkling_portable.ops import BrokenImplementation, Ops, experts_op
 from inkling_portable.quantize import quantize_checkpoint
