@@ -253,7 +253,7 @@ def test_the_plan_fills_the_chip_and_bounds_sliding_layers(target: Target) -> No
 
     long = plan(1, 65_536)
     assert long.num_splits * 8 >= min(2 * target.compute_units, 128 * 8)
-    assert long.work([1], [65_536]).tiles == 8 * 65_536 // DECODE_DEFAULT.block_n
+    assert long.work([1], [65_536]).tiles == 8 * 65_536 // long.config.block_n
     assert plan(64, 8192).num_splits <= -(-2 * target.compute_units // 512)
     assert plan(1, 200).num_splits == 1
     sliding = plan(1, 1 << 20, window=512, rows=9)
@@ -300,7 +300,7 @@ def test_bad_options_are_named(options: dict, message: str) -> None:
 
 def test_bad_arguments_name_this_operation() -> None:
     batch = paged_batch([(1, 4)], heads=4, kv_heads=2)
-    with pytest.raises(ValueError, match="rel_attention_decode: q has 1 rows; expected at most 0"):
+    with pytest.raises(ValueError, match="rel_attention_decode: kv_lens is empty and q has 1 rows; expected at least one sequence"):
         run(
             dataclasses.replace(
                 batch, block_table=batch.block_table[:0], cu_seqlens=batch.cu_seqlens[:1] * 0, kv_lens=batch.kv_lens[:0]
