@@ -18,7 +18,6 @@ import pytest
 
 from inkling_portable.dispatch import ROWS
 
-
 CORE = [(name, target) for name, suite in emulate.SUITES.items() for target in emulate.FIRST if target in suite.targets]
 
 
