@@ -273,7 +273,7 @@ def _case(
 _FEW = {"sm90": "mma.sync", "sm100": "mma.sync", "sm103": "mma.sync"}
 # RDNA has 256 registers a thread at most.
 _RDNA_1 = {"gfx1100": 320, "gfx1151": 320}
-_RDNA_9 = {"gfx1100": 1552, "gfx1151": 1552, "gfx1201": 448}
+_RDNA_9 = {"gfx1100": 1552, "gfx1151": 1552, "gfx1201": 512}
 
 COMPILE_CASES = (
     _case("full, group 8, 1 row", 64, 8, None, 1024, 1, _FEW, _RDNA_1),
