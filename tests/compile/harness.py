@@ -293,7 +293,8 @@ def main() -> int:
                 sys.stdout.write(f"{target.arch:8} {name}: {case.name}: {verdict} ({time.monotonic() - begun:.0f} s)\n")
                 sys.stdout.flush()
                 merge(options.evidence, {key: entries[key]})
-    entries = merge(options.evidence, {})
+    every = [(name, case, target) for name, found in modules().items() for case in found for target in TARGETS]
+    entries = merge(options.evidence, {}, {(name, case.name, t.arch) for name, case, t in every if case.includes(t)})
     failed = sum(bool(e["problems"]) for e in entries.values() if e["triton"] == triton.__version__)
     sys.stdout.write(
         f"{len(jobs)} compiled, {len(entries)} entries, {failed} with problems on Triton {triton.__version__}\n"
@@ -301,8 +302,11 @@ def main() -> int:
     return int(failed > 0)
 
 
-def merge(folder: Path, new: dict[tuple[str, ...], dict[str, Any]]) -> dict[tuple[str, ...], dict[str, Any]]:
-    """Add entries to those of the folder and return them all; several processes may do so at a time."""
+def merge(
+    folder: Path, new: dict[tuple[str, ...], dict[str, Any]], cases: set[tuple[str, str, str]] | None = None
+) -> dict[tuple[str, ...], dict[str, Any]]:
+    """Add entries to those of the folder and return them all; several processes may do so at a time. Those of no
+    (module, case, target) of `cases` are dropped, where that is given."""
     folder.mkdir(parents=True, exist_ok=True)
     lock = os.open(folder, os.O_RDONLY)
     try:
@@ -310,7 +314,9 @@ def merge(folder: Path, new: dict[tuple[str, ...], dict[str, Any]]) -> dict[tupl
         file = folder / "compile.json"
         known = json.loads(file.read_text(encoding="utf-8"))["cases"] if file.exists() else []
         entries = {(e["module"], e["case"], e["target"], e["triton"]): e for e in known} | new
-        if new:
+        if cases is not None:
+            entries = {key: e for key, e in entries.items() if key[:3] in cases}
+        if new or len(entries) < len(known):
             write(folder, [entries[key] for key in sorted(entries)])
         return entries
     finally:
