@@ -92,7 +92,6 @@ def test_planned_shared_memory_is_an_upper_bound(harness: ModuleType) -> None:
         assert all(kernel["shared_bytes"] <= bound for kernel in e["kernels"]), (e["case"], e["target"], e["triton"])
 
 
-@pytest.mark.slow
 def test_the_first_chips_compile_now(tmp_path: Path) -> None:
     """Compiled again, from nothing known, with the Triton that is here."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
