@@ -290,7 +290,7 @@ def experts(
 ) -> Iterator[Timed]:  # fmt: skip
     """A layer's routed experts as one of four ranks holds them (a quarter of the width), in each format."""
     for format in formats:
-        w13, w2 = (prepare_experts(each, target) for each in expert_weights(format, number, hidden, width, device))
+        w13, w2 = expert_weights(format, number, hidden, width, device)
         for rows in tokens:
             yield _experts(format, w13, w2, rows, target, device)
 
@@ -314,13 +314,15 @@ def _experts(
             worst = max(worst, close(out[t], exact, 2.0**-6 * exact.abs().max()))
         return worst
 
+    ready = prepare_experts(w13, target), prepare_experts(w2, target)
+
     def theirs() -> Tensor:
         return grouped(x, unpacked(w13), unpacked(w2), ids, weights)
 
     each = (w13.nbytes + w2.nbytes) // w13.num_experts
     return Timed(
         f"experts {format}, {rows:,} tokens",
-        {"ours": lambda: moe_experts(x, w13, w2, ids, weights, target=target), "torch": theirs},
+        {"ours": lambda: moe_experts(x, *ready, ids, weights, target=target), "torch": theirs},
         lambda outs: {who: error(out) for who, out in outs.items()},
         bytes=used * each + 2 * x.numel() * BF16, operations=rows * top_k * 6 * w13.cols * w2.cols,
     )  # fmt: skip
