@@ -48,6 +48,9 @@ OPS: Final = (
     "silu_mul",
     "logits",
 )
+#: The chips on whose emulators every row was executed that says `emulated`.
+EMULATED: Final = ("sm90", "gfx942")
+
 #: The environment variable that forces rows: `INKLING_IMPL=rms_norm=torch,moe_experts=unpack`.
 FORCE_VARIABLE: Final = "INKLING_IMPL"
 
@@ -78,6 +81,10 @@ class Row:
     why: str
     evidence: str
     prepare: str | None = None
+
+    def evidence_on(self, target: Target) -> str:
+        """The evidence for one device: what was emulated was so on the chips of `EMULATED`, and compiled for all."""
+        return "compiled" if self.evidence == "emulated" and target.arch not in EMULATED else self.evidence
 
     def problem(self, target: Target, facts: Facts) -> str | None:
         """Why this row does not hold on `target` for `facts`, or None where it does."""
@@ -178,12 +185,12 @@ class Choice:
     row: Row | None
     passed_over: tuple[tuple[Row, str], ...]
 
-    def to_dict(self) -> dict[str, Any]:
-        """A form for JSON."""
-        row = self.row
+    def to_dict(self, target: Target) -> dict[str, Any]:
+        """A form for JSON; `target` is the device that the choice is for."""
+        row, seen = self.row, self.row.evidence_on(target) if self.row else None
         return {
             "op": self.op,
-            "chosen": row and {"name": row.name, "impl": row.impl, "why": row.why, "evidence": row.evidence},
+            "chosen": row and {"name": row.name, "impl": row.impl, "why": row.why, "evidence": seen},
             "passed_over": [
                 {"name": other.name, "impl": other.impl, "targets": list(other.targets), "reason": reason}
                 for other, reason in self.passed_over
@@ -211,7 +218,7 @@ class Explanation:
             "name": self.target.name,
             "facts": asdict(self.facts),
             "supported": not self.missing,
-            "operations": [choice.to_dict() for choice in self.choices],
+            "operations": [choice.to_dict(self.target) for choice in self.choices],
         }
 
 
@@ -305,7 +312,7 @@ def support_table() -> str:
         cells = []
         for format_ in FORMATS:
             explanation = explain(target, Facts(format=format_))
-            seen = {choice.row.evidence for choice in explanation.choices if choice.row is not None}
+            seen = {choice.row.evidence_on(target) for choice in explanation.choices if choice.row is not None}
             absent = [f"no row for {len(explanation.missing)} of {len(OPS)} operations"] if explanation.missing else []
             cells.append("; ".join(absent + sorted(seen, key=lambda word: (strength.get(word, 3), word))))
         lines.append(f"| `{target}` | {target.name} | " + " | ".join(cells) + " |")

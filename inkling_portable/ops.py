@@ -103,7 +103,7 @@ class Ops:
         """One line an operation: its implementation, and why, for a log."""
         width = max(map(len, self.choices))
         rows = [choice.row for choice in self.choices.values() if choice.row is not None]
-        return "\n".join(f"{row.op:<{width}}  {row.name}: {row.why} ({row.evidence})" for row in rows)
+        return "\n".join(f"{row.op:<{width}}  {row.name}: {row.why} ({row.evidence_on(self.target)})" for row in rows)
 
 
 def _bf16_experts(target: Target, facts: Facts, forced: str | None, rows: tuple[Row, ...]) -> Row | None:

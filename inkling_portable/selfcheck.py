@@ -183,7 +183,7 @@ def _packed(weight: ExpertWeight, format: str) -> ExpertWeight:
 def _finding(
     row: Row, target: Target, dtype: torch.dtype, format: str | None, calls: list[Call], chosen: bool
 ) -> Finding:
-    done = Finding(row.op, row.name, format, "failed", chosen, row.evidence, len(calls), 0.0)
+    done = Finding(row.op, row.name, format, "failed", chosen, row.evidence_on(target), len(calls), 0.0)
     started = time.perf_counter()
     try:
         run, error = load(row, target), 0.0

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from inkling_portable.dispatch import ROWS
+from inkling_portable.dispatch import EMULATED, ROWS
 
 CORE = [(name, target) for name, suite in emulate.SUITES.items() for target in emulate.FIRST if target in suite.targets]
 
@@ -52,6 +52,7 @@ def test_every_kernel_file_has_a_suite() -> None:
 
 def test_rows_that_say_emulated_were_so_and_since_the_last_change() -> None:
     """Rows of the table: all their kernel files, one chip of each vendor at least."""
+    assert emulate.FIRST == EMULATED
     runs = json.loads((emulate.EVIDENCE / "emulated.json").read_text(encoding="utf-8"))["runs"]
     known = {(run["module"], run["target"]): run for run in runs}
     claimed = {f"{row.op}={row.name}" for row in ROWS if row.evidence == "emulated"}

@@ -70,7 +70,7 @@ def _print(explanation: Explanation) -> None:
         if choice.row is None:
             table.add_row(choice.op, Text("none", style="bold red"), "", passed)
         else:
-            why = Text.assemble(choice.row.why, "\n", (choice.row.evidence, "dim"))
+            why = Text.assemble(choice.row.why, "\n", (choice.row.evidence_on(explanation.target), "dim"))
             table.add_row(choice.op, Text(choice.row.name, style="bold"), why, passed)
     console = Console()
     console.print(f"{target}: {_device(target)}", highlight=False)

@@ -65,7 +65,7 @@ BROKEN = [
     ("short_conv_norm", "squares without the residual", "short_conv",
      "            ).to(tl.float32)  # fmt: skip\n", "            ).to(tl.float32) * 0 + 1  # fmt: skip\n"),
     ("short_conv_norm", "weight of the first run", "short_conv",
-     "norm_ptr + channel * norm_stride", "norm_ptr + (channel % BLOCK_C) * norm_stride"),
+     "norm_ptr + channel * norm_stride", "norm_ptr + (channel % channel.shape[0]) * norm_stride"),
     ("short_conv_norm", "rounds once", "short_conv",
      "(y.to(tl.float32) * scale[:, None]).to(y.dtype).to(tl.float32)", "(y.to(tl.float32) * scale[:, None])"),
     ("logits", "no scale", "logits", "tl.zeros([BLOCK], tl.float32) + divisor", "tl.zeros([BLOCK], tl.float32) + 1"),
