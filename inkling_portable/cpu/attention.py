@@ -129,14 +129,14 @@ def _rel_attention_parallel(
 
 
 @kernel
-def _sound(tables, table_stride, cu, lens, batch, rows, page, pages, window):
-    """Whether all pages that the rows see are there."""
+def _sound(tables, table_stride, cu, lens, batch, rows, page, pages, window, most_rows, most_keys):
+    """Whether the sequences are within their bounds, and all pages that the rows see are there."""
     starts, lengths = row_fn(INT, cu, batch + 1), row_fn(INT, lens, batch)
     if starts[0] != 0 or starts[batch] > rows:
         return False
     for b in range(batch):
         count, table = starts[b + 1] - starts[b], row_fn(INT, tables + 4 * b * table_stride, table_stride)
-        if count < 0 or lengths[b] > table_stride * page:
+        if not 0 <= count <= most_rows or lengths[b] > min(most_keys, table_stride * page):
             return False
         low = max(0, lengths[b] - count + 1 - window)
         for p in range(low // page, (lengths[b] + page - 1) // page if count else 0):
@@ -181,8 +181,12 @@ def rel_attention(
         and not records(q, r, k_pages, v_pages, proj)
     )
     table = block_table.data_ptr(), width, cu_seqlens.data_ptr(), kv_lens.data_ptr()
-    if not fits or not _sound(*table, batch, rows, page, pages, seen):
-        return rel_attention_ref(q, r, k_pages, v_pages, proj, *where, window=window, scale=scale)
+    bounds = (rows if max_query_len is None else max_query_len, 1 << 62 if max_kv_len is None else max_kv_len)
+    if not fits or not _sound(*table, batch, rows, page, pages, seen, *bounds):
+        return rel_attention_ref(
+            q, r, k_pages, v_pages, proj, *where, window=window, scale=scale, max_query_len=max_query_len,
+            max_kv_len=max_kv_len,
+        )  # fmt: skip
     # What belongs to a distance lies side by side, as the model keeps it.
     q, r, proj = q.contiguous(), r.contiguous(), proj.t().contiguous()
     y = torch.empty_like(q)

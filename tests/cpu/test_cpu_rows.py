@@ -219,6 +219,15 @@ def test_a_page_that_does_not_exist_is_an_error() -> None:
         attention.rel_attention(*batch.args, **batch.options)
 
 
+@pytest.mark.parametrize("bound", [{"max_query_len": 1}, {"max_kv_len": 39}])
+def test_a_bound_that_does_not_hold_is_an_error(bound: dict[str, int]) -> None:
+    batch = paged_batch([(2, 40)], heads=2, kv_heads=2, head_dim=16)
+    (name,) = bound
+    with pytest.raises(ValueError, match=f"{name} is {bound[name]} and a sequence has {bound[name] + 1}"):
+        attention.rel_attention(*batch.args, **batch.options, **bound)
+    attention.rel_attention(*batch.args, **batch.options, **{name: bound[name] + 1})
+
+
 def test_ids_and_slots_out_of_range_are_errors() -> None:
     gated = ExpertWeight("bf16", normal(1, 4, 6, 8), layout="interleaved"), ExpertWeight("bf16", normal(2, 4, 8, 3))
     for bad in (-2, 4):

@@ -91,7 +91,7 @@ def test_bfloat16_numbers_of_every_size(kernel_device: torch.device, kind: torch
     np.testing.assert_array_equal(v.view(torch.uint8).numpy().ravel(), encoded(x, kind))
 
 
-def test_d10_scales_saturation_and_q(kernel_device: torch.device) -> None:
+def test_scales_saturation_and_q(kernel_device: torch.device) -> None:
     """V of 1272 needs a scale; without a fitting one it saturates; q is what it is beside a bfloat16 cache."""
     x = torch.zeros(2, 6 * D, dtype=torch.bfloat16)
     x[:, :D] = torch.tensor([300.0, 1e-3] * (D // 2))
@@ -133,7 +133,7 @@ def test_bytes_are_taken_as_e4m3fn(kernel_device: torch.device) -> None:
         assert torch.equal(a, b.view(torch.uint8))
 
 
-def test_c10_minus_zero_is_not_nan_in_fnuz(kernel_device: torch.device) -> None:
+def test_minus_zero_is_not_nan_in_fnuz(kernel_device: torch.device) -> None:
     pages = torch.zeros(1, 1, 1, D, dtype=torch.uint8).view(torch.float8_e4m3fnuz)
     _, _, _, v = prepare(values_as_v(np.full(D, -1e-9)), pages, [1.0], kernel_device)
     assert (v.float() == 0).all()

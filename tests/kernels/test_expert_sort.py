@@ -62,7 +62,7 @@ def test_any_ids(
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 64, 65])
-def test_c5_empty_one_hot_and_full_tiles(kernel_device: torch.device, tokens: int) -> None:
+def test_empty_one_hot_and_full_tiles(kernel_device: torch.device, tokens: int) -> None:
     for expert in (0, 7):
         check(kernel_device, np.full((tokens, 1), expert, np.int32), 8)
     check(kernel_device, np.full((tokens, 2), -1, np.int32), 8)

@@ -22,7 +22,7 @@ def two_rows(device: torch.device, *shape: int, dtype: torch.dtype = torch.bfloa
     return buffer.as_strided((2, *shape), (FAR, *one.stride()))
 
 
-def test_a9_rows(kernel_device: torch.device) -> None:
+def test_rows(kernel_device: torch.device) -> None:
     generator = torch.Generator().manual_seed(0)
     near = torch.randn(2, 32, generator=generator).bfloat16().to(kernel_device)
     far = two_rows(kernel_device, 32)
@@ -32,7 +32,7 @@ def test_a9_rows(kernel_device: torch.device) -> None:
     assert torch.equal(silu_mul(far), silu_mul(near))
 
 
-def test_a9_pages_and_slots(kernel_device: torch.device) -> None:
+def test_pages_and_slots(kernel_device: torch.device) -> None:
     def int32(*values: int) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=kernel_device)
 

@@ -56,7 +56,7 @@ def test_core_split_and_unsplit(kernel_device: torch.device, dtype: torch.dtype,
 
 @pytest.mark.parametrize("group", [1, 2, 4, 8, 15, 16])
 @pytest.mark.parametrize("rows", [1, 3, 8, 9])
-def test_a8_every_group_and_number_of_rows(kernel_device: torch.device, group: int, rows: int) -> None:
+def test_every_group_and_number_of_rows(kernel_device: torch.device, group: int, rows: int) -> None:
     options = {"heads": group, "kv_heads": 1, "window": 33, "extent": 33, "dtype": torch.bfloat16}
     check(paged_batch([(rows, 50)], **options, device=kernel_device, seed=group))
 
@@ -87,7 +87,7 @@ def test_core_agrees_with_prefill(kernel_device: torch.device) -> None:
     torch.testing.assert_close(run(batch), rel_attention(*batch.args, **batch.options), rtol=2e-6, atol=2e-6)
 
 
-def test_a3_a10_long_context_reads_the_right_key(kernel_device: torch.device) -> None:
+def test_long_context_reads_the_right_key(kernel_device: torch.device) -> None:
     """One query after 65,535 others: head h has a bias of 30 at one distance, V holds each key's number in binary."""
     kv_len, extent = 65_536, 1024
     distances = [0, 1, 511, 512, 1022, 1023, 1024, 1025]
@@ -115,7 +115,7 @@ def test_a3_a10_long_context_reads_the_right_key(kernel_device: torch.device) ->
 
 @pytest.mark.parametrize("window", [None, 20, 50])
 @pytest.mark.parametrize("rows", [1, 3, 9])
-def test_a5_visits_what_the_plan_says(
+def test_visits_what_the_plan_says(
     kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch, window: int | None, rows: int
 ) -> None:
     """In the interpreter the products are counted: two a tile, one more where there is a bias, two for nine rows."""
@@ -132,7 +132,7 @@ def test_a5_visits_what_the_plan_says(
     assert products is None or len(products) == 2 * work.tiles + biases * work.bias_tiles
 
 
-def test_a6_core_padded_rows_are_zero_and_change_nothing(kernel_device: torch.device) -> None:
+def test_core_padded_rows_are_zero_and_change_nothing(kernel_device: torch.device) -> None:
     """A captured batch of four with two live sequences, the others of one row and no keys, or of no rows."""
     batch = paged_batch(
         [(1, 70), (1, 40), (1, 0), (0, 0)], heads=4, kv_heads=1, dtype=torch.bfloat16, device=kernel_device
@@ -148,7 +148,7 @@ def test_a6_core_padded_rows_are_zero_and_change_nothing(kernel_device: torch.de
 
 
 @pytest.mark.parametrize("split_keys", [None, 32])
-def test_a6_core_padding_behind_the_last_sequence_is_zero(kernel_device: torch.device, split_keys: int | None) -> None:
+def test_core_padding_behind_the_last_sequence_is_zero(kernel_device: torch.device, split_keys: int | None) -> None:
     batch = paged_batch([(1, 70), (4, 40)], heads=4, kv_heads=1, device=kernel_device, seed=6)
     config = SPLIT if split_keys else DECODE_DEFAULT
     expected = check(batch, split_keys=split_keys, config=config)
@@ -159,7 +159,7 @@ def test_a6_core_padding_behind_the_last_sequence_is_zero(kernel_device: torch.d
     assert out[2:].eq(0).all()
 
 
-def test_a7_core_poison_stays_out(kernel_device: torch.device) -> None:
+def test_core_poison_stays_out(kernel_device: torch.device) -> None:
     batch = paged_batch([(9, 75), (1, 33)], heads=4, kv_heads=1, window=37, dtype=torch.bfloat16, device=kernel_device)
     first = check(batch)
     for cache in (batch.k_pages, batch.v_pages):
@@ -195,7 +195,7 @@ def test_core_a_spoilt_value_reaches_the_rows_that_see_it_and_no_other(
         assert not out[sees].isfinite().all(-1).any()
 
 
-def test_a11_core_one_split_or_many(kernel_device: torch.device) -> None:
+def test_one_split_or_many(kernel_device: torch.device) -> None:
     """A short sequence, alone without a combination and beside a long one with it: equal bits."""
     batch = paged_batch([(2, 40), (1, 200)], heads=2, kv_heads=1, dtype=torch.bfloat16, device=kernel_device, seed=5)
     together = run(batch, split_keys=64, max_query_len=3)[:2]
@@ -205,9 +205,7 @@ def test_a11_core_one_split_or_many(kernel_device: torch.device) -> None:
 
 @pytest.mark.parametrize("size", [2, 8, 33])
 @pytest.mark.parametrize("window", [None, 40])
-def test_a11_core_fixed_splits_do_not_see_the_neighbours(
-    kernel_device: torch.device, size: int, window: int | None
-) -> None:
+def test_fixed_splits_do_not_see_the_neighbours(kernel_device: torch.device, size: int, window: int | None) -> None:
     """The same sequence alone and last of a batch, with wider tables and other lengths: equal bits."""
     lengths = [(1, 1 + 7 * index) for index in range(size - 1)] + [(1, 100)]
     options = {"heads": 2, "kv_heads": 1, "window": window, "dtype": torch.bfloat16, "device": kernel_device}
@@ -236,7 +234,7 @@ def test_core_a_captured_launch_serves_other_lengths(kernel_device: torch.device
 
 
 @pytest.mark.parametrize(("window", "extent"), [(None, 1024), (512, 512)])
-def test_a12_the_seams_of_bias_and_window(kernel_device: torch.device, window: int | None, extent: int) -> None:
+def test_the_seams_of_bias_and_window(kernel_device: torch.device, window: int | None, extent: int) -> None:
     for rows, kv_len in ((1, 512), (1, 513), (2, 1024), (9, 1030)):
         batch = paged_batch(
             [(rows, kv_len)], heads=4, kv_heads=1, window=window, extent=extent, device=kernel_device, seed=kv_len

@@ -141,7 +141,7 @@ def test_the_unbroken_copy_passes(kernel_device: torch.device, tmp_path: Path) -
     assert largest_signal(modules, kernel_device) <= 1
 
 
-def test_a4_every_broken_copy_is_caught(
+def test_every_broken_copy_is_caught(
     kernel_device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines, missed = [], []
