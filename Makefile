@@ -29,7 +29,9 @@ ENVIRONMENT := $(PYTHON) .ci/environment.py $(VENV) --torch '$(TORCH)'
 # Whole-model, compilation and server tests, those of broken copies, and attention and memory take minutes;
 # `make check` leaves them to `make test`.
 LONG_TESTS := tests/model tests/compile tests/vllm_plugin tests/test_memory.py tests/test_emulated.py \
-	tests/kernels/test_rel_attention.py tests/kernels/test_rel_attention_decode.py
+	tests/kernels/test_rel_attention.py tests/kernels/test_rel_attention_decode.py \
+	tests/kernels/test_kv_cache.py tests/kernels/test_short_conv.py tests/test_benchmark_gpu.py \
+	tests/test_benchmark_emulated.py tests/test_selfcheck.py
 
 .NOTPARALLEL:
 .PHONY: help demo test test-vllm test-slow check compile-all emulate lint types format readme wheel clean

@@ -112,7 +112,8 @@ def forced_experts(moe_backend: str) -> dict[str, str]:
     if moe_backend not in names:
         raise ValueError(
             f"--moe-backend is {moe_backend}, which is none of the experts' implementations of inkling-portable: "
-            f"use auto or one of {', '.join(names)}"
+            f"use auto or one of {', '.join(names)}; "
+            "what the flag does not know, INKLING_IMPL=moe_experts=... forces"
         )
     return {"moe_experts": moe_backend}
 
