@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
+from inkling_kernels.ragged import not_powers_of_two
 from inkling_kernels.target import Target
 
 
@@ -45,17 +46,9 @@ class MoeConfig:
 
     def problems(self, target: Target, *, format: str = "bf16", itemsize: int = 2) -> tuple[str, ...]:
         """Why this configuration cannot run there; empty where it can."""
-        found = [
-            f"{name} is {value}; expected a power of two from {low} to {high}"
-            for name, value, low, high in (
-                ("block_m", self.block_m, 16, 256),
-                ("block_n", self.block_n, 32, 256),
-                ("block_k", self.block_k, 32, 256),
-                ("group_m", self.group_m, 1, 64),
-                ("num_warps", self.num_warps, 1, 8),
-            )
-            if not low <= value <= high or value & (value - 1)
-        ]
+        found = not_powers_of_two(
+            self, block_m=(16, 256), block_n=(32, 256), block_k=(32, 256), group_m=(1, 64), num_warps=(1, 8)
+        )
         if self.num_stages not in (1, 2, 3, 4, 5):
             found.append(f"num_stages is {self.num_stages}; expected 1 to 5")
         if not found and (need := self.shared_bytes(format, itemsize)) > target.shared_memory_bytes:
