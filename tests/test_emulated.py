@@ -135,6 +135,7 @@ PROGRAM = """
 .address_size 64
 .visible .entry program(.param .u64 program_param_0, .param .u64 program_param_1) .reqntid 32 {
   .reg .pred %p<3>;
+  .reg .b16 %rs<3>;
   .reg .b32 %r<8>;
   .reg .b64 %rd<8>;
   ld.param.u64 %rd1, [program_param_0];
@@ -166,6 +167,7 @@ def executed(body: str, words: np.ndarray) -> np.ndarray:
 
     emulator.compare_halves(ptxemu)
     emulator.leave_nan_out(ptxemu)
+    emulator.multiply_halves(ptxemu)
     memory = ptxemu.Memory(1 << 16)
     source, out = memory.put(words.view(np.uint32)), memory.put(np.zeros(32, np.uint32))
     ptxemu.Kernel(PROGRAM.replace("BODY", body), "program").launch(memory, (1, 1, 1), (source, out), 0)
@@ -195,6 +197,18 @@ def test_nan_has_no_part_in_extremes_of_a_warp(op: str, extreme: Callable[..., f
     np.testing.assert_array_equal(found, np.full(32, extreme(numbers[:32])))
     numbers[:16] = np.nan
     assert np.isnan(executed(f"redux.sync.{op}.f32 %r6, %r2, -1;", numbers).view(np.float32)).all()
+
+
+@pytest.mark.skipif(emulator.folder() is None, reason=emulator.ABSENT)
+@pytest.mark.parametrize("kind", ["bf16", "f16"])
+def test_halves_are_multiplied_and_added_in_float32(kind: str) -> None:
+    rng = np.random.default_rng(3)
+    halves = rng.standard_normal(64).astype(ml_dtypes.bfloat16 if kind == "bf16" else np.float16)
+    added = rng.standard_normal(32).astype(np.float32)
+    body = f"mov.b32 {{%rs1, %rs2}}, %r2;\n fma.rn.f32.{kind} %r6, %rs1, %rs2, %r3;"
+    found = executed(body, np.concatenate([halves.view(np.float32), added])).view(np.float32)
+    exact = halves[::2].astype(np.float64) * halves[1::2].astype(np.float64) + added
+    np.testing.assert_array_equal(found, exact.astype(np.float32))
 
 
 def test_the_page_lists_what_was_not_run_or_not_executed() -> None:
