@@ -323,7 +323,7 @@ def _case(format: str, tokens: int, width: int) -> CompileCase:
         ids = torch.empty(tokens, 6, dtype=torch.int32, device="meta")
         return moe_experts(x, w13, w2, ids, torch.empty(tokens, 6, device="meta"), target=target)
 
-    # RDNA has 256 registers a thread. Of the NVIDIA chips that keep sums in registers, ptxas gives some tiles two or four
+    # RDNA has 256 registers a thread. Where NVIDIA keeps sums in registers, ptxas gives some tiles two or four
     # too few.
     spills = {"gfx1100": 192, "gfx1151": 192} | dict.fromkeys(("sm80", "sm86", "sm89", "sm120", "sm121"), 16)
     return CompileCase(f"{format}, {tokens} tokens, width {width}", "moe_experts=triton", launch, spills)
