@@ -37,6 +37,7 @@ from inkling_kernels.rel_attention_tile import (
     check_bounds,
     meta_case,
     r_wide_fn,
+    spoilt_fn,
 )
 from inkling_kernels.target import TARGETS, Target
 
@@ -93,7 +94,7 @@ def _rel_attention_kernel(
         acc, peak, total = attend_fn(
             acc, peak, total, q, r_wide, r_wide, k_ptr, v_ptr, proj_ptr, table_ptr, k_strides, v_strides, proj_strides,
             first, token, begin, inside, low, high, window, extent, scale,
-            D, D_REL, TOKENS, 0, BLOCK_N, PAGE, FP8, BIAS=True, WINDOW=True, CAUSAL=True, APART=True,
+            D, D_REL, TOKENS, 0, BLOCK_N, PAGE, FP8, BIAS=True, WINDOW=True, CAUSAL=True, APART=False,
         )  # fmt: skip
         begin = inside
     # Tiles before `edge` hold no key ahead of token 0.
@@ -115,10 +116,17 @@ def _rel_attention_kernel(
     acc, peak, total = attend_fn(
         acc, peak, total, q, r_wide, r_wide, k_ptr, v_ptr, proj_ptr, table_ptr, k_strides, v_strides, proj_strides,
         first, token, edge, high, low, high, window, extent, scale,
-        D, D_REL, TOKENS, 0, BLOCK_N, PAGE, FP8, BIAS=True, WINDOW=False, CAUSAL=True, APART=True,
+        D, D_REL, TOKENS, 0, BLOCK_N, PAGE, FP8, BIAS=True, WINDOW=False, CAUSAL=True, APART=False,
     )  # fmt: skip
+    if spoilt_fn(acc):
+        acc, peak, total = attend_fn(
+            tl.zeros([BLOCK_M, D], tl.float32), tl.full([BLOCK_M], FLOOR, tl.float32), tl.zeros([BLOCK_M], tl.float32),
+            q, r_wide, r_wide, k_ptr, v_ptr, proj_ptr, table_ptr, k_strides, v_strides, proj_strides,
+            first, token, low // BLOCK_N * BLOCK_N, high, low, high, window, extent, scale,
+            D, D_REL, TOKENS, 0, BLOCK_N, PAGE, FP8, BIAS=True, WINDOW=WINDOW, CAUSAL=True, APART=True,
+        )  # fmt: skip
     # A row without keys has total 0 and acc 0; a NaN total stays NaN. Rows of padding share the tile's keys, and are 0.
-    out = tl.where(live[:, None], acc / tl.where(total == 0.0, 1.0, total)[:, None], 0.0)
+    out = tl.where(live[:, None], acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None], 0.0)
     if FP8 > 0:
         out *= tl.load(v_scale_ptr + kv_head * scale_stride)
     out_at = (at * out_strides[0] + head * out_strides[1])[:, None] + (dim * out_strides[2])[None, :]
@@ -187,7 +195,7 @@ def _case(
     dtype: torch.dtype = torch.bfloat16, fp8: bool = False,
 ) -> CompileCase:  # fmt: skip
     def launch(target: Target) -> torch.Tensor:
-        tensors, scales = meta_case(heads, kv_heads, extent, 8192, dtype=dtype, fp8=fp8)
+        tensors, scales = meta_case(heads, kv_heads, extent, 8192, dtype=dtype, fp8=fp8, page=64 if fp8 else 16)
         return rel_attention(*tensors, window=window, scale=1 / 128, kv_scales=scales, target=target)
 
     # Exact float32 products have no matrix instruction on NVIDIA's chips and on RDNA.
@@ -205,7 +213,7 @@ COMPILE_CASES = (
     _case("full, group 8", 64, 8, None, 1024, _TIGHT),
     _case("full, group 4", 32, 8, None, 1024, _TIGHT),
     _case("sliding, group 4", 64, 16, 512, 512, _TIGHT),
-    _case("sliding, group 4, fp8 cache", 64, 16, 512, 512, _TIGHT, fp8=True),
+    _case("sliding, group 4, fp8 cache, page 64", 64, 16, 512, 512, _TIGHT, fp8=True),
     _case("full, group 8, float32", 64, 8, None, 1024, _WIDE, dtype=torch.float32),
 )
 

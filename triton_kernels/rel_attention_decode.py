@@ -23,12 +23,12 @@ from inkling_kernels.rel_attention_plan import RelAttentionDecodeConfig, rel_att
 from inkling_kernels.rel_attention_tile import (
     FLOOR,
     FP8_KINDS,
-    LOG2E,
     attend_fn,
     cache_operands,
     check_arguments,
     meta_case,
     r_wide_fn,
+    spoilt_fn,
 )
 from inkling_kernels.target import Target
 
@@ -95,6 +95,7 @@ def _rel_attention_decode_kernel(
     acc = tl.zeros([BLOCK_M, D], tl.float32)
     peak = tl.full([BLOCK_M], FLOOR, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    start = begin
     # A single row sees every key that is read, so its window has no edge within them.
     SEVERAL: tl.constexpr = ROWS > 1
     ALIGNED: tl.constexpr = WINDOW and ROWS == 1
@@ -105,7 +106,7 @@ def _rel_attention_decode_kernel(
         acc, peak, total = attend_fn(
             acc, peak, total, q, r_wide, r_extra, k_ptr, v_ptr, proj_ptr, table_ptr, k_strides, v_strides, proj_strides,
             first, token, begin, inside, low, high, window, extent, scale,
-            D, D_REL, TOKENS, EXTRA, BLOCK_N, PAGE, FP8, BIAS=True, WINDOW=True, CAUSAL=True, APART=True,
+            D, D_REL, TOKENS, EXTRA, BLOCK_N, PAGE, FP8, BIAS=True, WINDOW=True, CAUSAL=True, APART=False,
         )  # fmt: skip
         begin = inside
     if FAR:
@@ -130,10 +131,19 @@ def _rel_attention_decode_kernel(
     acc, peak, total = attend_fn(
         acc, peak, total, q, r_wide, r_extra, k_ptr, v_ptr, proj_ptr, table_ptr, k_strides, v_strides, proj_strides,
         first, token, begin, end, low, high, window, extent, scale,
-        D, D_REL, TOKENS, EXTRA, BLOCK_N, PAGE, FP8, BIAS=True, WINDOW=ALIGNED, CAUSAL=True, APART=SEVERAL,
+        D, D_REL, TOKENS, EXTRA, BLOCK_N, PAGE, FP8, BIAS=True, WINDOW=ALIGNED, CAUSAL=True, APART=False,
     )  # fmt: skip
+    # Where it is False the question itself is left out, as `and` would not do.
+    if SEVERAL:  # noqa: SIM102
+        if spoilt_fn(acc):
+            acc, peak, total = attend_fn(
+                tl.zeros([BLOCK_M, D], tl.float32), tl.full([BLOCK_M], FLOOR, tl.float32),
+                tl.zeros([BLOCK_M], tl.float32), q, r_wide, r_extra, k_ptr, v_ptr, proj_ptr, table_ptr, k_strides,
+                v_strides, proj_strides, first, token, start, end, low, high, window, extent, scale,
+                D, D_REL, TOKENS, EXTRA, BLOCK_N, PAGE, FP8, BIAS=True, WINDOW=WINDOW, CAUSAL=True, APART=True,
+            )  # fmt: skip
     if SPLITS == 1:
-        out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        out = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
         if FP8 > 0:
             out *= tl.load(v_scale_ptr + kv_head * scale_stride)
         out_at = (at * out_strides[0] + head * out_strides[1])[:, None] + (dim * out_strides[2])[None, :]
@@ -185,12 +195,12 @@ def _combine_kernel(
         held = live & (part_total != 0.0)
         part = tl.load(acc_ptr + line[:, None] * D + dim[None, :], mask=held[:, None], other=0.0)
         raised = tl.maximum(peak, part_peak)
-        old = tl.exp2((peak - raised) * LOG2E)
-        new = tl.exp2((part_peak - raised) * LOG2E)
+        old = tl.exp2(peak - raised)
+        new = tl.exp2(part_peak - raised)
         acc = acc * old[:, None] + part * new[:, None]
         total = total * old + part_total * new
         peak = raised
-    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    out = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
     if FP8 > 0:
         out *= tl.load(v_scale_ptr + kv_head * scale_stride)
     tl.store(out_ptr + at * out_strides[0] + cell, out.to(out_ptr.dtype.element_ty), mask=live[:, None])
@@ -261,7 +271,7 @@ def _case(
     spills: dict[str, int], *, fp8: bool = False,
 ) -> CompileCase:  # fmt: skip
     def launch(target: Target) -> torch.Tensor:
-        tensors, scales = meta_case(heads, kv_heads, extent, 4 * rows, fp8=fp8)
+        tensors, scales = meta_case(heads, kv_heads, extent, 4 * rows, fp8=fp8, page=64 if fp8 else 16)
         return rel_attention_decode(
             *tensors, window=window, scale=1 / 128, max_query_len=rows, kv_scales=scales, target=target
         )
@@ -278,6 +288,6 @@ _RDNA_9 = {"gfx1100": 1552, "gfx1151": 1552, "gfx1201": 512}
 COMPILE_CASES = (
     _case("full, group 8, 1 row", 64, 8, None, 1024, 1, _FEW, _RDNA_1),
     _case("full, group 8, 9 rows", 64, 8, None, 1024, 9, {}, _RDNA_9),
-    _case("sliding, group 4, 1 row, fp8 cache", 64, 16, 512, 512, 1, _FEW, _RDNA_1, fp8=True),
+    _case("sliding, group 4, 1 row, fp8 cache, page 64", 64, 16, 512, 512, 1, _FEW, _RDNA_1, fp8=True),
     _case("sliding, group 4, 9 rows", 64, 16, 512, 512, 9, {}, _RDNA_9),
 )

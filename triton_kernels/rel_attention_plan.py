@@ -93,7 +93,12 @@ def rel_attention_config(
     target: Target | None, *, group: int, head_dim: int, itemsize: int = 2, kv_itemsize: int = 2
 ) -> RelAttentionConfig:
     """The tile shape for a target; `DEFAULT` where it is None or nothing larger fits."""
-    if target is None or target.vendor not in ("cuda", "hip") or "wmma" in target.capabilities or itemsize == 4:
+    if target is None or not target.is_gpu:
+        return DEFAULT
+    if itemsize == 4 and "mfma" not in target.capabilities:
+        # Exact float32 products have no matrix instruction there; more threads share their operands.
+        return replace(DEFAULT, num_warps=8)
+    if itemsize == 4 or "wmma" in target.capabilities:
         return DEFAULT
     listed: tuple[RelAttentionConfig, ...] = _MFMA if "mfma" in target.capabilities else _MMA
     if "tcgen05" in target.capabilities:

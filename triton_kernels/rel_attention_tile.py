@@ -58,13 +58,28 @@ def r_wide_fn(r_row_ptr, r_stride, token, live, shift, D_REL: tl.constexpr, TOKE
 
 
 @triton.jit
-def _p_wide_fn(proj_ptr, proj_strides, first, key, extent, D_REL: tl.constexpr, TOKENS: tl.constexpr):
+def _p_wide_fn(
+    proj_ptr, proj_strides, first, key, extent, D_REL: tl.constexpr, TOKENS: tl.constexpr, AHEAD: tl.constexpr
+):  # fmt: skip
     """`p_wide` for `TOKENS` query positions from `first` on and the keys of a tile; 0 outside `0 <= distance <
-    extent`."""
+    extent`. AHEAD: some distance may be negative."""
     wide = tl.arange(0, D_REL * TOKENS)
     distance = (first - key)[None, :] + (wide // D_REL)[:, None]
     at = distance * proj_strides[1] + (wide % D_REL)[:, None] * proj_strides[0]
-    return tl.load(proj_ptr + at, mask=(distance >= 0) & (distance < extent), other=0.0)
+    inside = distance < extent
+    if AHEAD:
+        inside = inside & (distance >= 0)
+    return tl.load(proj_ptr + at, mask=inside, other=0.0)
+
+
+@triton.jit
+def _rows_fn(page, slot, strides, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where the tokens of a key tile lie in the cache, of its pages' numbers and the slots of a page."""
+    if PAGE >= BLOCK_N:
+        rows = page * strides[0] + slot * strides[1]
+    else:
+        rows = tl.reshape((page * strides[0])[:, None] + (slot * strides[1])[None, :], [BLOCK_N])
+    return rows
 
 
 @triton.jit
@@ -77,61 +92,76 @@ def attend_fn(
 ):  # fmt: skip
     """Online softmax of one query tile over the keys `begin .. end - 1`, in tiles from a multiple of BLOCK_N on.
 
-    `first` is the position of the tile's token 0. Keys outside `low .. high - 1` belong to no row: neither they, nor
-    their values, nor their page numbers are read, and zeros stand for them. BIAS: some distance may lie inside the
-    extent; WINDOW: some key may have left a row's window; CAUSAL: some key may lie ahead of a row, or at or past
-    `high`; APART: some rows may see a key that others do not. There a value that is not finite makes NaN of the rows
-    that give its key weight and of no other; in a plain product 0 * NaN would be NaN in all of them.
+    `first` is the position of the tile's token 0; `peak` is in bits, the score times LOG2E. Keys outside `low .. high -
+    1` belong to no row: neither they, nor their values, nor their page numbers are read, and zeros stand for them.
+    BIAS: some distance may lie inside the extent; WINDOW: some key may have left a row's window; CAUSAL: some key may
+    lie ahead of a row, or at or past `high`. APART: a value that is not finite makes NaN of the rows that give its key
+    weight and of no other; in the plain product 0 * NaN and 0 * inf are NaN in all of them, which `spoilt_fn` tells.
     """
     col = tl.arange(0, BLOCK_N)
     dim = tl.arange(0, D).to(tl.int64)
-    for start in range(begin, end, BLOCK_N):
-        key = start + col
-        if PAGE >= BLOCK_N:
-            page = tl.load(table_ptr + start // PAGE).to(tl.int64)
-        elif WINDOW or CAUSAL:
-            page = tl.load(table_ptr + key // PAGE, mask=(key >= low) & (key < high), other=0).to(tl.int64)
-        else:
-            page = tl.load(table_ptr + key // PAGE).to(tl.int64)
-        slot = (key % PAGE).to(tl.int64)
-        k_at = k_ptr + (page * k_strides[0] + slot * k_strides[1])[None, :] + (dim * k_strides[3])[:, None]
-        v_at = v_ptr + (page * v_strides[0] + slot * v_strides[1])[:, None] + (dim * v_strides[3])[None, :]
-        if WINDOW or CAUSAL:
+    if begin < end:
+        for start in range(begin, end, BLOCK_N):
+            key = start + col
             held = (key >= low) & (key < high)
-            k = tl.load(k_at, mask=held[None, :], other=0)
-        else:
-            k = tl.load(k_at)
-        score = tl.dot(q, _widen_fn(k, FP8, q.dtype), input_precision="ieee") * scale
-        if BIAS:
-            p_wide = _p_wide_fn(proj_ptr, proj_strides, first, key, extent, D_REL, TOKENS)
-            score = tl.dot(r_wide, p_wide, score, input_precision="ieee")
-            if EXTRA > 0:
-                p_wide = _p_wide_fn(proj_ptr, proj_strides, first + TOKENS, key, extent, D_REL, EXTRA)
-                score = tl.dot(r_extra, p_wide, score, input_precision="ieee")
-        distance = (first + token)[:, None] - key[None, :]
-        if CAUSAL and WINDOW:
-            score = tl.where((distance >= 0) & (distance < window), score, float("-inf"))
-        elif CAUSAL:
-            score = tl.where(distance >= 0, score, float("-inf"))
-        elif WINDOW:
-            score = tl.where(distance < window, score, float("-inf"))
-        raised = tl.maximum(peak, tl.max(score, 1))
-        weight = tl.exp2((score - raised[:, None]) * LOG2E)
-        decay = tl.exp2((peak - raised) * LOG2E)
-        if WINDOW or CAUSAL:
-            v = tl.load(v_at, mask=held[:, None], other=0)
-        else:
-            v = tl.load(v_at)
-        v = _widen_fn(v, FP8, q.dtype)
-        if APART:
-            # 0 for a finite value, else NaN: so is their sum for a key.
-            nought = v * 0.0
-            weight += tl.where(weight > 0.0, tl.sum(nought.to(tl.float32), 1)[None, :], 0.0)
-            v = tl.where(nought == 0.0, v, 0.0)
-        total = total * decay + tl.sum(weight, 1)
-        peak = raised
-        acc = tl.dot(weight.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+            if PAGE >= BLOCK_N:
+                page = tl.load(table_ptr + start // PAGE).to(tl.int64)
+                slot = (start % PAGE + col).to(tl.int64)
+            else:
+                number = start // PAGE + tl.arange(0, BLOCK_N // PAGE)
+                slot = tl.arange(0, PAGE).to(tl.int64)
+                if WINDOW or CAUSAL:
+                    some = (number * PAGE + PAGE > low) & (number * PAGE < high)
+                    page = tl.load(table_ptr + number, mask=some, other=0).to(tl.int64)
+                else:
+                    page = tl.load(table_ptr + number).to(tl.int64)
+            k_at = k_ptr + _rows_fn(page, slot, k_strides, PAGE, BLOCK_N)[:, None] + (dim * k_strides[3])[None, :]
+            v_at = v_ptr + _rows_fn(page, slot, v_strides, PAGE, BLOCK_N)[:, None] + (dim * v_strides[3])[None, :]
+            if WINDOW or CAUSAL:
+                k = tl.load(k_at, mask=held[:, None], other=0)
+            else:
+                k = tl.load(k_at)
+            score = tl.dot(q, tl.trans(_widen_fn(k, FP8, q.dtype)), input_precision="ieee")
+            bits = scale * LOG2E
+            if BIAS:
+                p_wide = _p_wide_fn(proj_ptr, proj_strides, first, key, extent, D_REL, TOKENS, CAUSAL)
+                score = tl.dot(r_wide, p_wide, score * scale, input_precision="ieee")
+                if EXTRA > 0:
+                    p_wide = _p_wide_fn(proj_ptr, proj_strides, first + TOKENS, key, extent, D_REL, EXTRA, CAUSAL)
+                    score = tl.dot(r_extra, p_wide, score, input_precision="ieee")
+                bits = LOG2E
+            distance = (first + token)[:, None] - key[None, :]
+            if CAUSAL and WINDOW:
+                score = tl.where((distance >= 0) & (distance < window), score, float("-inf"))
+            elif CAUSAL:
+                score = tl.where(distance >= 0, score, float("-inf"))
+            elif WINDOW:
+                score = tl.where(distance < window, score, float("-inf"))
+            raised = tl.maximum(peak, tl.max(score, 1) * bits)
+            weight = tl.exp2(score * bits - raised[:, None])
+            decay = tl.exp2(peak - raised)
+            if WINDOW or CAUSAL:
+                v = tl.load(v_at, mask=held[:, None], other=0)
+            else:
+                v = tl.load(v_at)
+            v = _widen_fn(v, FP8, q.dtype)
+            if APART:
+                # 0 for a finite value, else NaN: so is their sum for a key.
+                nought = v * 0.0
+                weight += tl.where(weight > 0.0, tl.sum(nought.to(tl.float32), 1)[None, :], 0.0)
+                v = tl.where(nought == 0.0, v, 0.0)
+            total = total * decay + tl.sum(weight, 1)
+            peak = raised
+            acc = tl.dot(weight.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
     return acc, peak, total
+
+
+@triton.jit
+def spoilt_fn(acc):
+    """Whether a sum is NaN: then some rows may owe it to values of keys that only others see. Also true where
+    infinities of both signs meet, which costs time alone."""
+    found = tl.sum(tl.sum(acc, 1), 0)
+    return found != found
 
 
 def check_arguments(
@@ -232,16 +262,17 @@ def check_arguments(
 
 
 def meta_case(
-    heads: int, kv_heads: int, extent: int, rows: int, *, dtype: torch.dtype = torch.bfloat16, fp8: bool = False
-) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, torch.Tensor] | None]:
+    heads: int, kv_heads: int, extent: int, rows: int, *, dtype: torch.dtype = torch.bfloat16, fp8: bool = False,
+    page: int = 16,
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, torch.Tensor] | None]:  # fmt: skip
     """Tensors without storage in the shapes of a layer, and the cache's scales: what the cases to compile are launched
     with."""
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    pages = [empty(4096, 16, kv_heads, 128, dtype=torch.uint8 if fp8 else dtype) for _ in range(2)]
-    lengths = [empty(4, 512, dtype=torch.int32), empty(5, dtype=torch.int32), empty(4, dtype=torch.int32)]
+    pages = [empty(4096, page, kv_heads, 128, dtype=torch.uint8 if fp8 else dtype) for _ in range(2)]
+    lengths = [empty(4, 8192 // page, dtype=torch.int32), empty(5, dtype=torch.int32), empty(4, dtype=torch.int32)]
     scales = (empty(kv_heads, dtype=torch.float32), empty(kv_heads, dtype=torch.float32)) if fp8 else None
     return (empty(rows, heads, 128), empty(rows, heads, 16), *pages, empty(extent, 16).t(), *lengths), scales
 

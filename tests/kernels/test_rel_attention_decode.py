@@ -162,9 +162,11 @@ def test_core_padding_behind_the_last_sequence_is_zero(kernel_device: torch.devi
 def test_core_poison_stays_out(kernel_device: torch.device) -> None:
     batch = paged_batch([(9, 75), (1, 33)], heads=4, kv_heads=1, window=37, dtype=torch.bfloat16, device=kernel_device)
     first = check(batch)
-    for cache in (batch.k_pages, batch.v_pages):
-        cache.nan_to_num_(nan=float("inf"))
-    torch.testing.assert_close(run(batch), first, rtol=0, atol=0)
+    poisoned = [cache.isnan() for cache in (batch.k_pages, batch.v_pages)]
+    for poison in (float("inf"), 7.0):
+        for cache, where in zip((batch.k_pages, batch.v_pages), poisoned, strict=True):
+            cache[where] = poison
+        torch.testing.assert_close(run(batch), first, rtol=0, atol=0)
 
 
 def test_nan_in_a_row_stays_in_the_row(kernel_device: torch.device) -> None:
