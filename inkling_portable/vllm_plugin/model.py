@@ -238,7 +238,8 @@ class PortableForConditionalGeneration(PortableForCausalLM, SupportsMultiModal):
                 continue
             sizes = [len(item) for item in rows] if isinstance(rows, (list, tuple)) else _sizes(counts, len(rows))
             together = torch.cat(list(rows)) if isinstance(rows, (list, tuple)) else rows
-            found += tower(together).split(sizes)
+            # Levels of sounds may come as floats: see versions.py.
+            found += tower(together.long() if tower is self.towers.audio else together).split(sizes)
         return found
 
     def embed_input_ids(

@@ -17,7 +17,11 @@ from vllm.plugins import load_plugins_by_group
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends import registry
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.core.kv_cache_planning import unify_kv_cache_spec_page_size
+
+try:
+    from vllm.v1.core.kv_cache_planning import unify_kv_cache_spec_page_size
+except ImportError:  # up to vLLM 0.29
+    from vllm.v1.core.kv_cache_utils import unify_kv_cache_spec_page_size
 
 from inkling_kernels.target import Target
 from inkling_portable.config import preset
