@@ -98,8 +98,10 @@ def check(vllm_config: VllmConfig, model_config: ModelConfig, config: InklingCon
             )
     if parallel.enable_expert_parallel and parallel.data_parallel_size > 1:
         refuse("--enable-expert-parallel with --data-parallel-size", parallel.data_parallel_size, "one of the two")
-    if parallel.decode_context_parallel_size > 1:
-        refuse("--decode-context-parallel-size", parallel.decode_context_parallel_size, "--tensor-parallel-size")
+    for phase in ("decode", "prefill"):
+        size = getattr(parallel, f"{phase}_context_parallel_size")
+        if size > 1:
+            refuse(f"--{phase}-context-parallel-size", size, "--tensor-parallel-size")
     if speculative is not None and speculative.method == "mtp":
         depths = config.mtp.num_layers if config.mtp else 0
         drafts = speculative.num_speculative_tokens

@@ -96,8 +96,12 @@ def test_vllm_moves_experts_between_two_ranks(tmp_path: Path, environment: dict[
         )
         for rank in range(2)
     ]  # fmt: skip
-    for process in ranks:
-        said, log = process.communicate(timeout=300)
+    try:
+        told = [process.communicate(timeout=300) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    for process, (said, log) in zip(ranks, told, strict=True):
         assert process.returncode == 0, log[-4000:]
         for format, (shown, moved) in json.loads(said.splitlines()[-1]).items():
             assert shown == (3 if format == "bf16" else 2)

@@ -145,8 +145,8 @@ def config(**changes: Any) -> Any:
         "block_size": 16, "cache_dtype": "auto", "backend": None, "backend_per_kind": {}, "moe_backend": "auto",
         "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1, "enable_eplb": False,
         "eplb_config": types.SimpleNamespace(num_redundant_experts=0), "enable_elastic_ep": False, "quantization": None,
-        "decode_context_parallel_size": 1, "enable_expert_parallel": False, "speculative": None,
-        "dtype": torch.bfloat16, "max_model_len": 512,
+        "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, "enable_expert_parallel": False,
+        "speculative": None, "dtype": torch.bfloat16, "max_model_len": 512,
     }  # fmt: skip
     space = types.SimpleNamespace(**(fields | changes))
     return types.SimpleNamespace(
@@ -181,6 +181,7 @@ def test_the_class_becomes_the_model_of_the_policy(arch: str, ours: bool, monkey
         ({"enable_eplb": True, "enable_elastic_ep": True}, "--enable-elastic-ep is True, .* use --enable-eplb without"),
         ({"enable_expert_parallel": True, "data_parallel_size": 2}, "--data-parallel-size is 2"),
         ({"decode_context_parallel_size": 2}, "--decode-context-parallel-size is 2, .* use --tensor-parallel-size"),
+        ({"prefill_context_parallel_size": 2}, "--prefill-context-parallel-size is 2, .* use --tensor-parallel-size"),
         (
             {"speculative": types.SimpleNamespace(method="mtp", num_speculative_tokens=9)},
             "num_speculative_tokens is 9, .* use at most 8, the model's multi-token-prediction depths",
