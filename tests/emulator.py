@@ -51,6 +51,7 @@ def activate(backend: str, arch: int | str, races: bool = True) -> Any:
 
     _leave_waiting_blocks_alone(ptxemu.Exec, tcgen05)
     compare_halves(ptxemu)
+    leave_nan_out(ptxemu)
     add_small_products(gcnemu)
     emudrv.activate(backend, arch, races)
     return emudrv
@@ -117,6 +118,30 @@ def compare_halves(machine: Any) -> None:
         return lines
 
     machine.Ops.op_setp = machine.Ops.packed_setp = packed_setp
+
+
+def leave_nan_out(machine: Any) -> None:
+    """`redux.sync.min.f32` and `.max.f32` take what is no NaN, but for `.NaN` (PTX ISA, "redux.sync"). Triton gives NaN
+    from the lanes of a warp that hold another row. The emulator returns NaN where any lane has it."""
+    if hasattr(machine.Exec, "extreme"):
+        return
+    translate = machine.Ops.op_redux
+
+    def extreme(self: Any, op: str, value: Any, guard: Any) -> Any:
+        numbers = self.warp(value).view(np.float32)
+        taken = self.warp(np.ones(self.N, bool) if guard is None else guard)
+        found = {"min": np.fmin, "max": np.fmax}[op].reduce(np.where(taken, numbers, np.float32(np.nan)), axis=1)
+        return np.repeat(found, 32).view(np.uint32)
+
+    def op_redux(kernel: Any, x: Any, guard: Any) -> Any:
+        if machine.typ(x) != "f32":
+            return translate(kernel, x, guard)
+        if {"NaN", "abs"} & set(x.mods):
+            raise machine.EmuError("unimplemented: " + x.text)
+        found = f"E.extreme({x.mods[1]!r}, {kernel.rd(x.args[1], 'b32', x)}, {guard})"
+        return kernel.wr(x.args[0], found, "b32", x, guard)
+
+    machine.Exec.extreme, machine.Ops.op_redux = extreme, op_redux
 
 
 def add_small_products(machine: Any) -> None:
