@@ -103,7 +103,9 @@ def test_vllm_moves_experts_between_two_ranks(tmp_path: Path, environment: dict[
             process.kill()
     for process, (said, log) in zip(ranks, told, strict=True):
         assert process.returncode == 0, log[-4000:]
-        for format, (shown, moved) in json.loads(said.splitlines()[-1]).items():
+        found = json.loads(said.splitlines()[-1])
+        assert found["caught"] == found["broken"] == 7
+        for format, (shown, moved) in found["formats"].items():
             assert shown == (3 if format == "bf16" else 2)
             assert moved >= 12
 
