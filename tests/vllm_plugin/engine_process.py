@@ -4,11 +4,13 @@ Job: `engine` (arguments of `LLM`), `steps`, each `prompts` and `max_tokens`, su
 token ids, or an object with `tokens`, `image` and `audio` (paths). `interpret`: the table's rows for the interpreter.
 `own`: vLLM's own Inkling, made runnable, its router's choices to be written to the file named. `follow`: that file, for
 this package's router to follow in ties; the result has the `ties`. `drafts`: the file for the logits of all drafts.
-A step with `adapter`, a folder, runs with that LoRA adapter.
-Result: for each step a list of `tokens` and `cached` (prompt tokens found in the prefix cache), and `metrics`. A step
-with `scores` also gets the log-probabilities of the whole vocabulary, in the file that it names: `[tokens, vocabulary]`
-of the prompt behind its first token and of what was generated, one tensor a request under its number. A step with
-`top`, a count, gets those of the likeliest tokens instead, as `top` of its outputs: by token, for each one generated.
+`balanced`: vLLM's expert balancer, which it has for GPUs alone, runs here. A step with `adapter`, a folder, runs with
+that LoRA adapter.
+Result: for each step a list of `tokens` and `cached` (prompt tokens found in the prefix cache), and `metrics`; of a
+balanced engine `placements`, behind each step the logical expert in each place, by rank and layer. A step with `scores`
+also gets the log-probabilities of the whole vocabulary, in the file that it names: `[tokens, vocabulary]` of the prompt
+behind its first token and of what was generated, one tensor a request under its number. A step with `top`, a count,
+gets those of the likeliest tokens instead, as `top` of its outputs: by token, for each one generated.
 With `refused`, a list of arguments, nothing runs: the result has what each said, and how many tensors it had read.
 """
 
@@ -66,13 +68,26 @@ def interpret() -> None:
     dispatching.current_target = lambda: Target.parse("interpret")
 
 
+def allow_balancing() -> None:
+    """Have vLLM take `enable_eplb` on this machine; `balance_worker` brings the rest of it to the workers."""
+    from types import SimpleNamespace
+
+    from vllm.config import parallel
+
+    here = parallel.current_platform
+    parallel.current_platform = SimpleNamespace(
+        is_cuda_alike=lambda: True, is_xpu=here.is_xpu, is_tpu=here.is_tpu, is_cuda=here.is_cuda,
+        use_custom_allreduce=here.use_custom_allreduce,
+    )  # fmt: skip
+
+
 def refusal(arguments: dict[str, Any]) -> str:
     """What `LLM` says to arguments that it cannot serve; weights must not have been asked for."""
     from vllm import LLM
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
     def reading(*arguments: object) -> None:
-        raise SystemExit("weights were read")
+        raise RuntimeError("weights were read")
 
     DefaultModelLoader.load_weights = reading
     try:
@@ -94,6 +109,9 @@ def main(folder: Path) -> None:
     if "follow" in job:
         follower = comparison.Follower(job["follow"])
     drafts = comparison.Drafts() if "drafts" in job else None
+    if job.get("balanced"):
+        allow_balancing()
+        job["engine"]["worker_extension_cls"] = "balance_worker.Extension"
     if "refused" in job:
         said = [refusal(job["engine"] | arguments) for arguments in job["refused"]]
         (folder / "result.json").write_text(json.dumps({"refused": said}))
@@ -104,7 +122,7 @@ def main(folder: Path) -> None:
     llm = LLM(**job["engine"])
     if drafts is not None:
         drafts.logits.clear()  # those of vLLM's rehearsal
-    steps = []
+    steps, placements = [], []
     for step in job["steps"]:
         everything = -1 if "scores" in step else None
         params = SamplingParams(
@@ -117,6 +135,8 @@ def main(folder: Path) -> None:
         if "scores" in step:
             save_file({str(i): scores(output) for i, output in enumerate(outputs)}, step["scores"])
         steps.append([told(output, "top" in step) for output in outputs])
+        if job.get("balanced"):
+            placements.append(llm.collective_rpc("placement"))
     counted = [] if job["engine"].get("disable_log_stats") else llm.get_metrics()
     metrics = {metric.name: metric.value for metric in counted if hasattr(metric, "value")}
     if recorder is not None:
@@ -124,7 +144,8 @@ def main(folder: Path) -> None:
     if drafts is not None:
         drafts.save(job["drafts"])
     ties = [] if follower is None else follower.ties
-    (folder / "result.json").write_text(json.dumps({"steps": steps, "metrics": metrics, "ties": ties}))
+    result = {"steps": steps, "metrics": metrics, "ties": ties, "placements": placements}
+    (folder / "result.json").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":
