@@ -147,6 +147,7 @@ class LayerCaches:
             states={self.index: LayerState(*self.kv.pages(), *self.conv.streams(), self.kv_scales)},
             max_query_len=attention.max_query_len,
             max_kv_len=attention.max_kv_len,
+            decode_query_len=attention.decode_query_len,
         )
 
     def rehearsal(self, rows: int, dtype: torch.dtype, device: torch.device) -> Batch:

@@ -331,7 +331,7 @@ def test_padding_of_a_replayed_graph_reaches_the_model_as_such() -> None:
     assert built.cu_seqlens.data_ptr() == starts.data_ptr()
     assert built.kv_lens.data_ptr() == lengths.data_ptr()
     assert built.table.shape == (4, 6)
-    assert (built.max_query_len, built.max_kv_len) == (1, 9)
+    assert (built.max_query_len, built.max_kv_len, built.decode_query_len) == (1, 9, 1)
     assert builder.build_for_cudagraph_capture(common).max_kv_len == 512
     one = caches("inkling-small", 8, 0, config())
     one.kv.bind_kv_cache(torch.zeros(5, one.spec.num_kv_heads, 16, 2 * one.spec.head_dim))
