@@ -27,7 +27,7 @@ from inkling_kernels.compile_case import CompileCase
 from inkling_kernels.fp8 import fp8_values_ref
 from inkling_kernels.ragged import sequence_tile_fn
 from inkling_kernels.rel_attention_decode import rel_attention_decode
-from inkling_kernels.rel_attention_plan import RelAttentionConfig, rel_attention_plan, takes_decode
+from inkling_kernels.rel_attention_plan import MAX_QUERY_LEN, RelAttentionConfig, rel_attention_plan
 from inkling_kernels.rel_attention_tile import (
     FLOOR,
     FP8_KINDS,
@@ -143,9 +143,9 @@ def rel_attention(
     """Attend with the Triton kernels, for any mix of prefill, extension, decode and verify rows; returns
     `[T, Hq, D]`.
 
-    Where no sequence has more than `max_query_len` = 1 to 9 rows, `rel_attention_decode` attends with split keys, where
-    `takes_decode` says that its tile fits; `max_kv_len` (default: what the block table has room for) bounds the number
-    of splits, and `split_keys` fixes their size. With more rows, None, or a `config`, the kernel of this file attends.
+    Where no sequence has more than `max_query_len` = 1 to 9 rows, `rel_attention_decode` attends with split keys;
+    `max_kv_len` (default: what the block table has room for) bounds the number of splits, and `split_keys` fixes their
+    size. With more rows, None, or a `config`, the kernel of this file attends.
     The choice and both plans follow from shapes and these bounds, so a captured graph keeps them while the lengths
     change.
 
@@ -165,9 +165,8 @@ def rel_attention(
     )  # fmt: skip
     total, heads, head_dim = q.shape
     batch, kv_heads = len(kv_lens), k_pages.shape[2]
-    facts = {"group": heads // kv_heads, "head_dim": head_dim, "itemsize": q.dtype.itemsize}
     rows = max_query_len or 0
-    if config is None and total <= batch * rows and takes_decode(rows, **facts, target=target):
+    if config is None and 1 <= rows <= MAX_QUERY_LEN and total <= batch * rows:
         return rel_attention_decode(
             q, r, k_pages, v_pages, proj, block_table, cu_seqlens, kv_lens, window=window, scale=scale,
             max_query_len=rows, max_kv_len=max_kv_len, split_keys=split_keys, kv_scales=kv_scales, target=target,
