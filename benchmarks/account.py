@@ -23,7 +23,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from inkling_kernels.rel_attention_plan import rel_attention_decode_plan, rel_attention_plan, takes_decode
+from inkling_kernels.rel_attention_plan import MAX_QUERY_LEN, rel_attention_decode_plan, rel_attention_plan
 from inkling_kernels.target import TARGETS, Target
 from inkling_portable.config import LayerSpec, preset
 
@@ -76,7 +76,7 @@ def cases() -> list[Case]:
 def ours(spec: LayerSpec, case: Case, target: Target) -> Cost:
     """The cost that our plan for `target` states."""
     sizes = (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.extent, spec.window)
-    if takes_decode(case.rows, group=spec.group, head_dim=spec.head_dim, target=target):
+    if case.rows <= MAX_QUERY_LEN:
         decode = rel_attention_decode_plan(
             case.batch, *sizes, max_query_len=case.rows, max_kv_len=case.context, target=target
         )

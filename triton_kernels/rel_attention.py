@@ -27,12 +27,7 @@ from inkling_kernels.compile_case import CompileCase
 from inkling_kernels.fp8 import fp8_values_ref
 from inkling_kernels.ragged import sequence_tile_fn
 from inkling_kernels.rel_attention_decode import rel_attention_decode
-from inkling_kernels.rel_attention_plan import (
-    MAX_QUERY_LEN,
-    RelAttentionConfig,
-    rel_attention_plan,
-    takes_decode,
-)
+from inkling_kernels.rel_attention_plan import MAX_QUERY_LEN, RelAttentionConfig, rel_attention_plan
 from inkling_kernels.rel_attention_tile import (
     FLOOR,
     FP8_KINDS,
@@ -150,11 +145,11 @@ def rel_attention(
     """Attend with the Triton kernels, for any mix of prefill, extension, decode and verify rows; returns
     `[T, Hq, D]`.
 
-    Where no sequence has more than `max_query_len` = 1 to 9 rows, `rel_attention_decode` attends with split keys, where
-    `takes_decode` says that its tile fits; `max_kv_len` (default: what the block table has room for) bounds the number
-    of splits, and `split_keys` fixes their size. With more rows, None, or a `config`, the kernel of this file attends,
-    but for sequences of at most `decode_query_len` rows beside others: prompts and generated tokens in one step. The
-    choice and both plans follow from shapes and these bounds, so a captured graph keeps them while the lengths change.
+    Where no sequence has more than `max_query_len` = 1 to 9 rows, `rel_attention_decode` attends with split keys;
+    `max_kv_len` (default: what the block table has room for) bounds the number of splits, and `split_keys` fixes their
+    size. With more rows, None, or a `config`, the kernel of this file attends, but for sequences of at most
+    `decode_query_len` rows beside others: prompts and generated tokens in one step. The choice and both plans follow
+    from shapes and these bounds, so a captured graph keeps them while the lengths change.
 
     Arguments as in the module's docstring; `q`, `r`, `proj` of one type (bfloat16, float32; float16 for tests), pages
     of that type or fp8 with `kv_scales` = float32 `(k_scale, v_scale)`, each `[1]` or `[Hkv]`, which multiply in
@@ -176,7 +171,6 @@ def rel_attention(
         )
     total, heads, head_dim = q.shape
     batch, kv_heads = len(kv_lens), k_pages.shape[2]
-    facts = {"group": heads // kv_heads, "head_dim": head_dim, "itemsize": q.dtype.itemsize}
 
     def decoded(rows: int, out: torch.Tensor | None) -> torch.Tensor:
         return rel_attention_decode(
@@ -184,11 +178,10 @@ def rel_attention(
             max_query_len=rows, max_kv_len=max_kv_len, split_keys=split_keys, kv_scales=kv_scales, target=target,
         )  # fmt: skip
 
-    rows, few = max_query_len or 0, decode_query_len or 0
-    if config is None and total <= batch * rows and takes_decode(rows, **facts, target=target):
+    rows = max_query_len or 0
+    if config is None and 1 <= rows <= MAX_QUERY_LEN and total <= batch * rows:
         return decoded(rows, None)
-    if config is not None or batch < 2 or not takes_decode(few, **facts, target=target):
-        few = 0
+    few = decode_query_len if config is None and batch > 1 and decode_query_len else 0
     out = torch.empty((total, heads, head_dim), dtype=q.dtype, device=q.device)
     plan = rel_attention_plan(
         total, batch, heads, kv_heads, head_dim, proj.shape[1], window, dtype=q.dtype, kv_dtype=k_pages.dtype,

@@ -31,7 +31,7 @@ from inkling_kernels.rel_attention_tile import (
     r_wide_fn,
     spoilt_fn,
 )
-from inkling_kernels.target import Target
+from inkling_kernels.target import TARGETS, Target
 
 
 @triton.jit
@@ -274,26 +274,32 @@ def rel_attention_decode(
 
 def _case(
     name: str, heads: int, kv_heads: int, window: int | None, extent: int, rows: int, instruction: dict[str, str],
-    spills: dict[str, int], *, fp8: bool = False,
+    spills: dict[str, int], *, dtype: torch.dtype = torch.bfloat16, fp8: bool = False,
 ) -> CompileCase:  # fmt: skip
     def launch(target: Target) -> torch.Tensor:
-        tensors, scales = meta_case(heads, kv_heads, extent, 4 * rows, fp8=fp8, page=64 if fp8 else 16)
+        tensors, scales = meta_case(heads, kv_heads, extent, 4 * rows, dtype=dtype, fp8=fp8, page=64 if fp8 else 16)
         return rel_attention_decode(
             *tensors, window=window, scale=1 / 128, max_query_len=rows, kv_scales=scales, target=target
         )
 
-    return CompileCase(name, "rel_attention=triton", launch, spills, instruction, narrow=("proj_ptr",))
+    # Exact float32 products have no matrix instruction on NVIDIA's chips and on RDNA.
+    exact = {} if dtype != torch.float32 else {t.arch: "" for t in TARGETS if "mfma" not in t.capabilities}
+    return CompileCase(name, "rel_attention=triton", launch, spills, instruction | exact, narrow=("proj_ptr",))
 
 
 # Fewer than 64 rows: below what Hopper's and Blackwell's larger instructions multiply at once.
 _FEW = {"sm90": "mma.sync", "sm100": "mma.sync", "sm103": "mma.sync"}
 # RDNA has 256 registers a thread at most.
 _RDNA_1 = {"gfx1100": 320, "gfx1151": 320}
+# float32 tiles take twice the registers of the types that models run in.
+_WIDE = {t.arch: 512 if t.vendor == "cuda" else 3072 for t in TARGETS if "mfma" not in t.capabilities}
 _RDNA_9 = {"gfx1100": 1552, "gfx1151": 1552, "gfx1201": 512}
 
 COMPILE_CASES = (
     _case("full, group 8, 1 row", 64, 8, None, 1024, 1, _FEW, _RDNA_1),
     _case("full, group 8, 9 rows", 64, 8, None, 1024, 9, {}, _RDNA_9),
+    _case("full, group 4, 9 rows", 32, 8, None, 1024, 9, {}, _RDNA_9),
+    _case("full, group 8, 9 rows, float32", 64, 8, None, 1024, 9, {}, _WIDE, dtype=torch.float32),
     _case("sliding, group 4, 1 row, fp8 cache, page 64", 64, 16, 512, 512, 1, _FEW, _RDNA_1, fp8=True),
     _case("sliding, group 4, 9 rows", 64, 16, 512, 512, 9, {}, _RDNA_9),
 )

@@ -13,7 +13,7 @@ import torch
 import triton
 
 from inkling_kernels.ragged import not_powers_of_two
-from inkling_kernels.target import TARGETS, Target
+from inkling_kernels.target import Target
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +85,11 @@ def rel_attention_config(
     target: Target | None, *, group: int, head_dim: int, itemsize: int = 2, kv_itemsize: int = 2
 ) -> RelAttentionConfig:
     """The tile shape for a target; `DEFAULT` where it is None or nothing larger fits."""
-    if target is None or not target.is_gpu:
-        return DEFAULT
-    if itemsize == 4 and "mfma" not in target.capabilities:
-        # Exact float32 products have no matrix instruction there; more threads share their operands.
-        return replace(DEFAULT, num_warps=8)
-    if itemsize == 4 or "wmma" in target.capabilities:
+    if itemsize == 4:
+        # Where exact float32 products have no matrix instruction, more threads share their operands.
+        plain = target is not None and "mfma" not in target.capabilities
+        return replace(DEFAULT, num_warps=8 if plain else 4)
+    if target is None or not target.is_gpu or "wmma" in target.capabilities:
         return DEFAULT
     listed: tuple[RelAttentionConfig, ...] = _MFMA if "mfma" in target.capabilities else _MMA
     if "tcgen05" in target.capabilities:
@@ -202,11 +201,19 @@ MAX_QUERY_LEN = 9
 MAX_ROWS = 128
 
 
+def decode_tile(rows: int, group: int, itemsize: int) -> tuple[int, int]:
+    """(heads, rows) of a tile for `rows` query rows a sequence: the whole group, or an equal part of it where that
+    would pass 128 rows; in float32, whose operands take twice the room and mostly plain registers, 32."""
+    most = MAX_ROWS if itemsize < 4 else MAX_ROWS // 4
+    heads = max(n for n in range(1, group + 1) if group % n == 0 and (n == 1 or rows * n <= most))
+    return heads, max(16, triton.next_power_of_2(rows * heads))
+
+
 @dataclass(frozen=True, slots=True)
 class RelAttentionDecodeConfig:
-    """Keys a tile and launch shape (twice the warps for a tile of 128 rows); the defaults fit every chip and every
-    type. A split has at least `min_keys` keys and a
-    launch `programs_per_unit` programs a compute unit, where the lengths allow both."""
+    """Keys a tile and launch shape (twice the warps for a tile of 128 rows); the defaults fit every chip in 16-bit
+    types. A split has at least `min_keys` keys and a launch `programs_per_unit` programs a compute unit, where the
+    lengths allow both."""
 
     block_n: int = 32
     num_warps: int = 4
@@ -216,11 +223,11 @@ class RelAttentionDecodeConfig:
     max_splits: int = 128
 
     def shared_bytes(self, target: Target, group: int, head_dim: int, rows: int, itemsize: int) -> int:
-        """Shared memory that a program needs at most: measured for the cases that are compiled, 0 to 45 % above them.
-        See the prefill kernel's for what lies there."""
+        """Shared memory that a program needs at most: 0 to 65 % above what the compiled cases take. See the prefill
+        kernel's for what lies there."""
         tokens = min(8, triton.next_power_of_2(rows))
         wide = 16 * (tokens + max(0, rows - tokens))
-        tile = min(MAX_ROWS, max(16, triton.next_power_of_2(rows * group)))
+        _, tile = decode_tile(rows, group, itemsize)
         keys, resident = self.block_n * (2 * head_dim + wide), tile * (head_dim + wide)
         if {"wgmma", "tcgen05"} & target.capabilities:
             return (resident + self.num_stages * keys) * itemsize + 2048
@@ -257,10 +264,14 @@ DECODE_DEFAULT = RelAttentionDecodeConfig()
 def rel_attention_decode_config(
     target: Target | None, *, group: int, head_dim: int, rows: int, window: int | None, itemsize: int = 2
 ) -> RelAttentionDecodeConfig:
-    """The launch shape for a target; `DECODE_DEFAULT` where it is None or nothing else fits."""
-    if target is None or itemsize == 4:
-        return DECODE_DEFAULT
+    """The launch shape for a target; the one that fits every chip where it is None or nothing else fits."""
+    if itemsize == 4:
+        # As for prefill: without a matrix instruction, more threads share the operands.
+        plain = target is not None and "mfma" not in target.capabilities
+        return replace(DECODE_DEFAULT, num_warps=8 if plain else 4, num_stages=1)
     chosen = DECODE_DEFAULT
+    if target is None:
+        return chosen
     if "mfma" in target.capabilities:
         # 64 lanes a wave: with two, each has rows of its own, and softmax and addresses are not computed four times.
         chosen = replace(DECODE_DEFAULT, num_warps=2)
@@ -273,9 +284,7 @@ def rel_attention_decode_config(
 
 @dataclass(frozen=True, slots=True)
 class RelAttentionDecodePlan:
-    """The two launches, known without the lengths; `combine_grid` is None for one split, which writes the result
-    itself. A tile has `rows` query rows times `heads`: the whole group, or an equal part of it where that would pass
-    128 rows."""
+    """The two launches, known without the lengths; `combine_grid` is None for one split, which writes the result."""
 
     grid: tuple[int, int, int]
     combine_grid: tuple[int, int] | None
@@ -361,8 +370,7 @@ def rel_attention_decode_plan(
         splits = min(wanted, span // chosen.min_keys, chosen.max_splits)
     splits = max(1, splits)
     tokens = min(8, triton.next_power_of_2(max_query_len))
-    part = max(n for n in range(1, group + 1) if group % n == 0 and (n == 1 or max_query_len * n <= MAX_ROWS))
-    block_m = max(16, triton.next_power_of_2(max_query_len * part))
+    part, block_m = decode_tile(max_query_len, group, dtype.itemsize)
     return RelAttentionDecodePlan(
         grid=(heads // part, splits, batch),
         combine_grid=(kv_heads, batch * max_query_len) if splits > 1 else None,
@@ -382,15 +390,3 @@ def rel_attention_decode_plan(
         extent=extent,
         window=window,
     )
-
-
-def takes_decode(
-    max_query_len: int, *, group: int, head_dim: int, itemsize: int = 2, target: Target | None = None
-) -> bool:
-    """Whether a batch whose sequences have at most `max_query_len` rows goes to the decode kernel: where its tile holds
-    them, with the heads of a group, in the shared memory of `target` (None: of every chip)."""
-    if not 1 <= max_query_len <= MAX_QUERY_LEN:
-        return False
-    smallest = (target,) if target is not None else TARGETS
-    facts = {"group": group, "head_dim": head_dim, "rows": max_query_len, "itemsize": itemsize}
-    return not any(DECODE_DEFAULT.problems(each, **facts) for each in smallest if each.arch != "cpu")

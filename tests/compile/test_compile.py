@@ -85,7 +85,9 @@ def test_planned_shared_memory_is_an_upper_bound(harness: ModuleType) -> None:
             bound = config.shared_bytes(target, group, 128, itemsize)
         elif e["module"] == "rel_attention_decode":
             rows, window = 9 if "9 rows" in e["case"] else 1, 512 if "sliding" in e["case"] else None
-            decode = rel_attention_decode_config(target, group=group, head_dim=128, rows=rows, window=window)
+            decode = rel_attention_decode_config(
+                target, group=group, head_dim=128, rows=rows, window=window, itemsize=itemsize
+            )
             bound = decode.shared_bytes(target, group, 128, rows, itemsize)
         else:
             continue

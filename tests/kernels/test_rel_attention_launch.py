@@ -1,8 +1,9 @@
-"""What the prefill launcher of relative attention plans for a chip, and what it refuses, before anything runs."""
+"""What the launchers of relative attention plan for a chip, and what they refuse, before anything runs."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -11,9 +12,12 @@ from inkling_kernels.rel_attention import rel_attention
 from inkling_kernels.rel_attention_plan import (
     DEFAULT,
     RelAttentionConfig,
+    RelAttentionDecodeConfig,
+    decode_tile,
     rel_attention_config,
+    rel_attention_decode_config,
+    rel_attention_decode_plan,
     rel_attention_plan,
-    takes_decode,
 )
 from inkling_kernels.rel_attention_tile import meta_case
 from inkling_kernels.target import TARGETS, Target
@@ -144,16 +148,23 @@ def test_checks_read_no_tensor_of_a_device() -> None:
 
 
 @pytest.mark.parametrize("target", [target for target in TARGETS if target.vendor != "cpu"], ids=str)
-def test_decode_is_for_what_fits(target: Target) -> None:
-    for rows in range(1, 10):
-        for group, head_dim in ((8, 128), (4, 128), (16, 64), (1, 32)):
-            assert takes_decode(rows, group=group, head_dim=head_dim, target=target)
-    assert not takes_decode(10, group=1, head_dim=32, target=target)
-    assert not takes_decode(0, group=1, head_dim=32, target=target)
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_the_planned_decode_tile_fits_every_chip(target: Target, itemsize: int) -> None:
+    for group, head_dim, rows in itertools.product(range(1, 17), (16, 32, 64, 128), range(1, 10)):
+        facts = {"group": group, "head_dim": head_dim, "rows": rows, "itemsize": itemsize}
+        for window in (None, 512):
+            assert rel_attention_decode_config(target, window=window, **facts).problems(target, **facts) == ()
+        anywhere = rel_attention_decode_config(None, window=None, **facts)
+        assert anywhere.problems(target, **facts) == ()
+        heads, tile = decode_tile(rows, group, itemsize)
+        assert group % heads == 0
+        assert max(16, rows * heads) <= tile <= (128 if itemsize == 2 else 32)
 
 
-def test_decode_in_float32_is_for_the_chips_that_have_room() -> None:
-    facts = {"group": 8, "head_dim": 128, "itemsize": 4}
-    assert takes_decode(1, **facts)
-    assert not takes_decode(9, **facts)
-    assert not takes_decode(9, **facts, target=Target.parse("gfx942"))
+def test_a_decode_config_that_does_not_fit_is_refused_before_the_launch() -> None:
+    """Nine float32 rows in two stages take more than a block of sm120 or a workgroup of gfx950 may have."""
+    options = {"max_query_len": 9, "max_kv_len": 64, "dtype": torch.float32}
+    deep = RelAttentionDecodeConfig(num_stages=4)
+    for name in ("sm86", "sm120", "gfx942", "gfx950"):
+        with pytest.raises(ValueError, match="bytes of shared memory"):
+            rel_attention_decode_plan(1, 32, 8, 128, 64, None, **options, target=Target.parse(name), config=deep)
