@@ -18,11 +18,15 @@ import pytest
 import small_checkpoint
 import soundfile
 import torch
+from comparison import Follower
 from engines import Run, tokens
 from PIL import Image
 from reference import Reference
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from inkling_kernels.target import Target
+from inkling_portable.facts import Facts
+from inkling_portable.ops import Ops
 from inkling_portable.vllm_plugin.policy import VARIABLE
 
 SIZES: dict[str, Any] = {
@@ -80,6 +84,21 @@ BROKEN: dict[str, Callable[[torch.nn.Module], None]] = {
     "gate and up swapped": changed("experts.gate_up_proj", by=lambda value: value.roll(value.shape[1] // 2, 1)),
     "no tau": no_log_scaling,
 }
+
+
+def test_a_choice_is_followed_in_a_tie_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other model chose experts 0 and 2 for three tokens: where 1 and 2 tie, where 1 is clearly better, and for one
+    that this model has not. Weights follow from the experts chosen."""
+    logits = torch.tensor([[2, 1.001, 1, -1, 0.3, 0.2], [2, 1.5, 1, -1, 0.3, 0.2], [5, 1.001, 1, -1, 0.3, 0.2]])
+    save_file({"logits": logits[:2].clone(), "ids": torch.tensor([[2, 0], [2, 0]])}, tmp_path / "choices")
+    monkeypatch.setattr(Ops, "bind", Ops.bind)
+    follower = Follower(str(tmp_path / "choices"))
+    ops = Ops.bind(Target.parse("cpu"), Facts(dtype="float32", kv_dtype="float32"), {})
+    ids, weights, sinks = ops.routing(logits, torch.zeros(4), torch.ones(1), top_k=2, route_scale=1.0)
+    assert [set(row) for row in ids.tolist()] == [{0, 2}, {0, 1}, {0, 1}]
+    assert len(follower.ties) == 1
+    right = torch.nn.functional.logsigmoid(logits[0, [0, 2, 4, 5]]).softmax(0)
+    torch.testing.assert_close(torch.cat([weights[0][ids[0].argsort()], sinks[0]]), right)
 
 
 @pytest.mark.slow
@@ -153,6 +172,7 @@ def test_drafts(run_engine: Run, tmp_path: Path, capsys: pytest.CaptureFixture[s
     apart = [float((rms(a - b) / spread).max()) for a, b in zip(theirs, mine, strict=True)]
     with capsys.disabled():
         print(f"\n  {len(apart)} times drafted, logits / spread apart by {min(apart):.4f} to {max(apart):.4f}")
+        print(f"  router ties followed, scores apart by {[round(tie, 5) for tie in ours['ties']]}")
     assert max(apart) < 0.03
     assert (rms(theirs[0] - theirs[1]) / spread).min() > 0.3
 

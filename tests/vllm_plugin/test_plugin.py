@@ -20,7 +20,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 try:
     from vllm.v1.core.kv_cache_planning import unify_kv_cache_spec_page_size
-except ImportError:  # up to vLLM 0.29
+except ImportError:  # up to vLLM 0.32
     from vllm.v1.core.kv_cache_utils import unify_kv_cache_spec_page_size
 
 from inkling_kernels.target import Target
