@@ -51,14 +51,14 @@ def test_every_kernel_file_has_a_suite() -> None:
 
 
 def test_rows_that_say_emulated_were_so_and_since_the_last_change() -> None:
-    """Rows of the table: all their kernel files, one chip of each vendor at least."""
-    assert emulate.FIRST == EMULATED
+    """Rows of the table: all their kernel files, on every chip that an emulator knows."""
+    assert emulate.TARGETS == EMULATED
     runs = json.loads((emulate.EVIDENCE / "emulated.json").read_text(encoding="utf-8"))["runs"]
     known = {(run["module"], run["target"]): run for run in runs}
     claimed = {f"{row.op}={row.name}" for row in ROWS if row.evidence == "emulated"}
     for module, cases in emulate.harness.modules().items():
         claims = claimed & {case.row for case in cases}
-        for target in (each for each in emulate.FIRST if claims and each in emulate.SUITES[module].targets):
+        for target in emulate.SUITES[module].targets if claims else ():
             run = known.get((module, target), {})
             assert run.get("sources") == emulate.harness.sources(module), f"{module} on {target}: run `make emulate`"
 
