@@ -83,8 +83,8 @@ class Row:
     prepare: str | None = None
 
     def evidence_on(self, target: Target) -> str:
-        """The evidence for one device: what was emulated was so on the chips of `EMULATED`, and compiled for all. On the
-        interpreter the tests run whatever a GPU would."""
+        """The evidence for one device: what was emulated was so on the chips of `EMULATED`, and compiled for all. The
+        interpreter runs in tests what a GPU would run."""
         if target.vendor == "interpret":
             return f"ran {target}"
         return "compiled" if self.evidence == "emulated" and target.arch not in EMULATED else self.evidence
