@@ -54,19 +54,19 @@ def _rel_attention_kernel(
     seq, q_begin, q_len, covered, t0, first = sequence_tile_fn(
         cu_ptr, kv_lens_ptr, tl.program_id(0), tokens, batch, TOKENS
     )
-    # Rows of a sequence that has at most `few` are the other kernel's; the padding behind the last one never is.
-    ours = tl.where(q_len > few, q_len, 0)
-    if (t0 >= covered) | (ours + covered == q_len):
+    # Sequences of at most `few` rows are left to the kernel that is launched behind this one. But padding behind the
+    # last sequence is not, whose rows that kernel then writes anew.
+    if (t0 >= covered) | ((q_len <= few) & (covered == q_len)):
         return
     # The last tiles see the most keys: started first, they do not end last.
     t0 = (covered - 1) // TOKENS * TOKENS - t0
     # A tile of padding alone stands before the first key.
-    first = tl.where(t0 < ours, first + t0, -TOKENS)
+    first = tl.where(t0 < q_len, first + t0, -TOKENS)
 
     row = tl.arange(0, BLOCK_M)
     token = row // GROUP
-    owned = (token < TOKENS) & (t0 + token < covered) & ((t0 + token < ours) | (t0 + token >= q_len))
-    live = owned & (t0 + token < ours)
+    owned = (token < TOKENS) & (t0 + token < covered)
+    live = owned & (t0 + token < q_len)
     at = (q_begin + t0 + token).to(tl.int64)
     head = kv_head * GROUP + row % GROUP
     dim = tl.arange(0, D).to(tl.int64)
@@ -189,8 +189,6 @@ def rel_attention(
     )  # fmt: skip
     if total == 0:
         return out
-    if few:
-        decoded(few, out)
     pages, scales, scale_stride = cache_operands(k_pages, v_pages, kv_scales)
     _rel_attention_kernel[plan.grid](
         out, q, r, *pages, proj, block_table, cu_seqlens, kv_lens, *scales, total, batch, few, window or 0,
@@ -199,6 +197,8 @@ def rel_attention(
         FP8=FP8_KINDS.get(k_pages.dtype, 0),
         num_warps=plan.config.num_warps, num_stages=plan.config.num_stages, enable_fp_fusion=True,
     )  # fmt: skip
+    if few:
+        decoded(few, out)
     return out
 
 
