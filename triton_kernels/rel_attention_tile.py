@@ -50,6 +50,16 @@ def _widen_fn(raw, FP8: tl.constexpr, to: tl.constexpr):
 
 
 @triton.jit
+def _cache_fn(at, held, FP8: tl.constexpr, to: tl.constexpr, MASKED: tl.constexpr):
+    """Keys or values of a tile as `to`; MASKED: 0 for those that are not `held`, which are not read."""
+    if MASKED:
+        raw = tl.load(at, mask=held[:, None], other=0)
+    else:
+        raw = tl.load(at)
+    return _widen_fn(raw, FP8, to)
+
+
+@triton.jit
 def r_wide_fn(r_row_ptr, r_stride, token, live, shift, D_REL: tl.constexpr, TOKENS: tl.constexpr):
     """`r_wide` for tokens `shift .. shift + TOKENS - 1` of a tile; rows of other tokens are 0 and are not read."""
     wide = tl.arange(0, D_REL * TOKENS)
@@ -70,16 +80,6 @@ def _p_wide_fn(
     if AHEAD:
         inside = inside & (distance >= 0)
     return tl.load(proj_ptr + at, mask=inside, other=0.0)
-
-
-@triton.jit
-def _rows_fn(page, slot, strides, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where the tokens of a key tile lie in the cache, of its pages' numbers and the slots of a page."""
-    if PAGE >= BLOCK_N:
-        rows = page * strides[0] + slot * strides[1]
-    else:
-        rows = tl.reshape((page * strides[0])[:, None] + (slot * strides[1])[None, :], [BLOCK_N])
-    return rows
 
 
 @triton.jit
@@ -109,19 +109,26 @@ def attend_fn(
                 slot = (start % PAGE + col).to(tl.int64)
             else:
                 number = start // PAGE + tl.arange(0, BLOCK_N // PAGE)
-                slot = tl.arange(0, PAGE).to(tl.int64)
                 if WINDOW or CAUSAL:
                     some = (number * PAGE + PAGE > low) & (number * PAGE < high)
-                    page = tl.load(table_ptr + number, mask=some, other=0).to(tl.int64)
+                    page = tl.load(table_ptr + number, mask=some, other=0)
                 else:
-                    page = tl.load(table_ptr + number).to(tl.int64)
-            k_at = k_ptr + _rows_fn(page, slot, k_strides, PAGE, BLOCK_N)[:, None] + (dim * k_strides[3])[None, :]
-            v_at = v_ptr + _rows_fn(page, slot, v_strides, PAGE, BLOCK_N)[:, None] + (dim * v_strides[3])[None, :]
-            if WINDOW or CAUSAL:
-                k = tl.load(k_at, mask=held[:, None], other=0)
-            else:
-                k = tl.load(k_at)
-            score = tl.dot(q, tl.trans(_widen_fn(k, FP8, q.dtype)), input_precision="ieee")
+                    page = tl.load(table_ptr + number)
+                # One number for each of its keys. Products come after the reshape, beyond which Triton 3.6 does not
+                # know that they are multiples of 16 bytes.
+                page = tl.reshape(tl.broadcast_to(page[:, None], [BLOCK_N // PAGE, PAGE]), [BLOCK_N]).to(tl.int64)
+                slot = (col % PAGE).to(tl.int64)
+            k_row, v_row = page * k_strides[0] + slot * k_strides[1], page * v_strides[0] + slot * v_strides[1]
+            k_at = k_ptr + k_row[:, None] + (dim * k_strides[3])[None, :]
+            v_at = v_ptr + v_row[:, None] + (dim * v_strides[3])[None, :]
+            if APART:
+                # 0 for a finite value, else NaN: so is their sum for a key. Before the scores take their registers.
+                v = _cache_fn(v_at, held, FP8, q.dtype, True)
+                nought = v * 0.0
+                v = tl.where(nought == 0.0, v, 0.0)
+                spoils = tl.sum(nought.to(tl.float32), 1)
+            k = _cache_fn(k_at, held, FP8, q.dtype, WINDOW or CAUSAL)
+            score = tl.dot(q, tl.trans(k), input_precision="ieee")
             bits = scale * LOG2E
             if BIAS:
                 p_wide = _p_wide_fn(proj_ptr, proj_strides, first, key, extent, D_REL, TOKENS, CAUSAL)
@@ -140,16 +147,10 @@ def attend_fn(
             raised = tl.maximum(peak, tl.max(score, 1) * bits)
             weight = tl.exp2(score * bits - raised[:, None])
             decay = tl.exp2(peak - raised)
-            if WINDOW or CAUSAL:
-                v = tl.load(v_at, mask=held[:, None], other=0)
-            else:
-                v = tl.load(v_at)
-            v = _widen_fn(v, FP8, q.dtype)
             if APART:
-                # 0 for a finite value, else NaN: so is their sum for a key.
-                nought = v * 0.0
-                weight += tl.where(weight > 0.0, tl.sum(nought.to(tl.float32), 1)[None, :], 0.0)
-                v = tl.where(nought == 0.0, v, 0.0)
+                weight += tl.where(weight > 0.0, spoils[None, :], 0.0)
+            else:
+                v = _cache_fn(v_at, held, FP8, q.dtype, WINDOW or CAUSAL)
             total = total * decay + tl.sum(weight, 1)
             peak = raised
             acc = tl.dot(weight.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
@@ -160,7 +161,7 @@ def attend_fn(
 def spoilt_fn(acc):
     """Whether a sum is NaN: then some rows may owe it to values of keys that only others see. Also true where
     infinities of both signs meet, which costs time alone."""
-    found = tl.sum(tl.sum(acc, 1), 0)
+    found = tl.sum(acc)
     return found != found
 
 
