@@ -218,7 +218,7 @@ def _case(
 # RDNA has 256 registers a thread at most. So have the NVIDIA chips that keep sums and operands there, and some cases
 # take a few more. float32 tiles take twice the registers of the types that models run in.
 _FEW = dict.fromkeys(("sm80", "sm86", "sm89", "sm103", "sm120", "sm121"), 96)
-_TIGHT = _FEW | {"gfx1100": 1696, "gfx1151": 1696, "gfx1201": 32}
+_TIGHT = _FEW | {"gfx1100": 1920, "gfx1151": 1920, "gfx1201": 192}
 _WIDE = {t.arch: 1024 if t.vendor == "cuda" else 4096 for t in TARGETS if "mfma" not in t.capabilities}
 
 COMPILE_CASES = (

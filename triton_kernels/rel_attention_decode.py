@@ -292,8 +292,8 @@ _FEW = {"sm90": "mma.sync", "sm100": "mma.sync", "sm103": "mma.sync"}
 # RDNA has 256 registers a thread at most.
 _RDNA_1 = {"gfx1100": 320, "gfx1151": 320}
 # float32 tiles take twice the registers of the types that models run in.
-_WIDE = {t.arch: 512 if t.vendor == "cuda" else 3072 for t in TARGETS if "mfma" not in t.capabilities}
-_RDNA_9 = {"gfx1100": 1552, "gfx1151": 1552, "gfx1201": 512}
+_WIDE = {t.arch: 512 if t.vendor == "cuda" else 3840 for t in TARGETS if "mfma" not in t.capabilities}
+_RDNA_9 = {"gfx1100": 2304, "gfx1151": 2304, "gfx1201": 576}
 
 COMPILE_CASES = (
     _case("full, group 8, 1 row", 64, 8, None, 1024, 1, _FEW, _RDNA_1),
