@@ -294,8 +294,8 @@ _RDNA_1 = {"gfx1100": 320, "gfx1151": 320}
 # float32 tiles take twice the registers of the types that models run in.
 _WIDE = {t.arch: 512 if t.vendor == "cuda" else 3840 for t in TARGETS if "mfma" not in t.capabilities}
 # Chips whose sums and operands share one file of registers are a few short for nine rows, too.
-_NINE = dict.fromkeys(("sm80", "sm86", "sm89", "sm120", "sm121", "gfx90a"), 96)
-_NINE |= {"gfx1100": 2304, "gfx1151": 2304, "gfx1201": 576}
+_NINE_AMD = {"gfx1100": 2304, "gfx1151": 2304, "gfx1201": 576, "gfx90a": 96}
+_NINE = _NINE_AMD | dict.fromkeys(("sm80", "sm86", "sm89", "sm120", "sm121"), 96)
 
 COMPILE_CASES = (
     _case("full, group 8, 1 row", 64, 8, None, 1024, 1, _FEW, _RDNA_1),
