@@ -25,7 +25,7 @@ FOR_GPUS = (
     *("fastsafetensors", "instanttensor", "pynvvideocodec"),
 )
 # What the tests need beyond vLLM's own requirements and this project's. Of transformers it is vLLM that says which.
-TESTS = ("pytest", "hypothesis", "ml_dtypes", "pip", "setuptools")
+TESTS = ("pytest", "hypothesis", "ml_dtypes", "pip", "scipy", "setuptools")
 
 
 def requirements(wheel: Path) -> list[str]:

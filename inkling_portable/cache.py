@@ -54,7 +54,8 @@ class Batch:
     slots. `states` is indexed by layer; without it nothing is kept, every sequence starts here and all are equally
     long (training). Where a host keeps the convolutions' inputs in pages, `slots` is their block table `[B, N]`. No
     sequence has more rows than `max_query_len` nor more tokens than `max_kv_len`, which the host knows without reading
-    a tensor (None: unknown); they choose between kernels. A captured step states its graph's bounds.
+    a tensor (None: unknown). Sequences of at most `decode_query_len` rows generate, whatever others do (None: not
+    known). These numbers choose between kernels. A captured step states its graph's bounds.
     """
 
     cu_seqlens: torch.Tensor
@@ -65,6 +66,7 @@ class Batch:
     states: Sequence[LayerState] | Mapping[int, LayerState] | None
     max_query_len: int | None = None
     max_kv_len: int | None = None
+    decode_query_len: int | None = None
 
     @classmethod
     def uncached(cls, sequences: int, tokens: int, device: torch.device | str = "cpu") -> Batch:
@@ -255,7 +257,8 @@ class Cache:
             page = tables[kind].cpu()[owner, position // self.page_size].long()
             slot_mapping[kind] = (page * self.page_size + position % self.page_size).to(self.device)
         slots, longest = int32([s.slot for s in seqs]), (max(rows, default=0), max(ends, default=0))
-        return Batch(int32(cu), int32(ends), slots, tables, slot_mapping, self.layers, *longest)
+        few = 1 + self.draft_rows
+        return Batch(int32(cu), int32(ends), slots, tables, slot_mapping, self.layers, *longest, few)
 
     def advance(self, seq: SequenceState, tokens: int) -> None:
         """Commit `tokens` more positions of the step just run."""

@@ -151,7 +151,7 @@ class Engine:
         batch = self.cache.batch([request.state for request, _ in plan], [n for _, n in plan])
         if self.batch_invariant:
             reading = any(_reading(request) for request, _ in plan)
-            batch = replace(batch, max_query_len=None if reading else 1 + self.drafts)
+            batch = replace(batch, max_query_len=None if reading else 1 + self.drafts, decode_query_len=None)
         spans = [(request, request.state.length, n) for request, n in plan]
         ids = [t for request, at, n in spans for t in request.tokens[at : at + n] + request.drafts]
         hidden = self.model(self._embed(ids, spans), batch)
@@ -297,7 +297,7 @@ class Engine:
             prev.append(seq.newest_hidden(rows[-1]))
         batch = self.cache.batch([r.state for r in requests], rows, starts)
         if self.batch_invariant:
-            batch = replace(batch, max_query_len=None)
+            batch = replace(batch, max_query_len=None, decode_query_len=None)
         hidden = torch.cat(prev)
         last = batch.cu_seqlens[1:].long() - 1
         drafting = [r.state.length == len(r.tokens) - 1 and r.output.finish_reason is None for r in requests]

@@ -9,6 +9,7 @@ request, not text.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -27,11 +28,13 @@ class Experts(nn.Module):
     """The two expert weights of a layer, which may be replaced; packed formats stay packed.
 
     Under expert parallelism a rank holds those from number `first` on, as many as its weights have; None: all of them.
+    Where a host moves and copies experts, numbers are those of places, into which `place` turns the router's `[T, k]`.
     """
 
     w13: ExpertWeight
     w2: ExpertWeight
     first: int | None = None
+    place: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def __init__(self, ops: Ops, w13: ExpertWeight, w2: ExpertWeight) -> None:
         super().__init__()
@@ -54,6 +57,8 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The weighted sum `[T, H]` of the experts `ids` `[T, k]` of each row of `x` `[T, H]`."""
+        if self.place is not None:
+            ids = self.place(ids)
         if self.first is not None:
             # -1 is an expert that another rank holds.
             own = ids - self.first

@@ -100,6 +100,7 @@ class Attention(nn.Module):
             scale=1.0 / spec.head_dim,
             max_query_len=batch.max_query_len,
             max_kv_len=batch.max_kv_len,
+            decode_query_len=batch.decode_query_len,
             **fp8,
         )
         return self.wo(out.flatten(1))

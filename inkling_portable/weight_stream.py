@@ -17,6 +17,8 @@ from inkling_portable.config import InklingConfig
 from inkling_portable.tensor_table import Section, Spelling, TensorSpec, stored_parts, tensor_table
 from inkling_portable.weights import input_scale
 
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
 SPELLINGS: tuple[Spelling, ...] = ("original", "transformers", "transformers_nested")
 
 
@@ -83,6 +85,10 @@ def _canonical(
         return None
     values = [held[part.name] for part in stored]
     for part, value in zip(stored, values, strict=True):
+        if value.dtype not in _FLOATS:
+            kind = str(value.dtype).removeprefix("torch.")
+            raise CheckpointError(f"{part.name}: dtype {kind}; expected bfloat16 or another float of 16 bits or more, "
+                                  "since routed experts alone may be quantised, as the configuration says")  # fmt: skip
         if value.shape != part.shape:
             raise CheckpointError(f"{part.name}: shape {list(value.shape)}, expected {list(part.shape)}")
     if stored[0].view == "halves":

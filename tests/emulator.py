@@ -8,6 +8,7 @@ memory, and raises on what it does not know. `tests/emulate.py` runs the tests s
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from pathlib import Path
@@ -51,6 +52,8 @@ def activate(backend: str, arch: int | str, races: bool = True) -> Any:
 
     _leave_waiting_blocks_alone(ptxemu.Exec, tcgen05)
     compare_halves(ptxemu)
+    leave_nan_out(ptxemu)
+    multiply_halves(ptxemu)
     add_small_products(gcnemu)
     emudrv.activate(backend, arch, races)
     return emudrv
@@ -117,6 +120,51 @@ def compare_halves(machine: Any) -> None:
         return lines
 
     machine.Ops.op_setp = machine.Ops.packed_setp = packed_setp
+
+
+def leave_nan_out(machine: Any) -> None:
+    """`redux.sync.min.f32` and `.max.f32` take what is no NaN, but for `.NaN` (PTX ISA, "redux.sync"). Triton gives NaN
+    from the lanes of a warp that hold another row. The emulator returns NaN where any lane has it."""
+    if hasattr(machine.Exec, "extreme"):
+        return
+    translate = machine.Ops.op_redux
+
+    def extreme(self: Any, op: str, value: Any, guard: Any) -> Any:
+        numbers = self.warp(value).view(np.float32)
+        taken = self.warp(np.ones(self.N, bool) if guard is None else guard)
+        numbers = np.where(taken, numbers, np.float32(np.nan))
+        found = functools.reduce({"min": machine.fmin, "max": machine.fmax}[op], numbers.T)
+        return np.repeat(found.astype(np.float32), 32).view(np.uint32)
+
+    def op_redux(kernel: Any, x: Any, guard: Any) -> Any:
+        if machine.typ(x) != "f32":
+            return translate(kernel, x, guard)
+        if {"NaN", "abs"} & set(x.mods):
+            raise machine.EmuError("unimplemented: " + x.text)
+        found = f"E.extreme({x.mods[1]!r}, {kernel.rd(x.args[1], 'b32', x)}, {guard})"
+        return kernel.wr(x.args[0], found, "b32", x, guard)
+
+    machine.Exec.extreme, machine.Ops.op_redux = extreme, op_redux
+
+
+def multiply_halves(machine: Any) -> None:
+    """`fma.f32.bf16` and `.f16`: two 16-bit numbers, their product and sum in float32, which compilers take from sm100
+    on (PTX ISA, "Mixed Precision Floating Point Instructions: fma"). The emulator takes all three for 16-bit ones."""
+    if hasattr(machine.Ops, "mixed_fma"):
+        return
+    translate = machine.Ops.op_fma
+
+    def mixed_fma(kernel: Any, x: Any, guard: Any) -> Any:
+        kind = machine.typ(x)
+        if kind not in ("f16", "bf16") or "f32" not in x.mods:
+            return translate(kernel, x, guard)
+        if "sat" in x.mods:
+            raise machine.EmuError("unimplemented: " + x.text)
+        target, *factors, addend = x.args
+        a, b = (f"{kernel.rd(each, kind, x)}.astype(f4)" for each in factors)
+        return kernel.wr(target, f"fma32({a}, {b}, {kernel.rd(addend, 'f32', x)})", "f32", x, guard)
+
+    machine.Ops.op_fma = machine.Ops.mixed_fma = mixed_fma
 
 
 def add_small_products(machine: Any) -> None:

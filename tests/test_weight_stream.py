@@ -105,3 +105,18 @@ def test_a_wrong_shape_and_a_nan_scale_are_named(tmp_path: Path) -> None:
     pairs[f"{packed}.scale"].view(torch.uint8)[2, 3, 1] = 0x7F
     with pytest.raises(CheckpointError, match=f"{packed}: scale: NaN at expert 2, row 3, block 1"):
         list(assemble(Checkpoint.open(tmp_path / "nvfp4").config, pairs.items(), SECTIONS))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float8_e4m3fn])
+def test_a_quantised_module_is_named_and_not_taken_for_a_plain_one(tmp_path: Path, dtype: torch.dtype) -> None:
+    """A dense projection, whatever its shape, and experts of a model whose configuration knows no format."""
+    config = Checkpoint.open(write_small(tmp_path / "model")).config
+    for name in ("model.llm.layers.0.attn.wo_ud.weight", "model.llm.layers.1.mlp.experts.w13_weight"):
+        shape = dict(stream(tmp_path / "model"))[name].shape
+        for stored in (shape, (*shape[:-1], shape[-1] // 2)):
+            with pytest.raises(CheckpointError, match=rf"{name}: dtype {dtype_name(dtype)}; .* routed experts alone"):
+                list(assemble(config, [(name, torch.zeros(stored).to(dtype))], SECTIONS))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from inkling_kernels.compile_case import NO_MATRIX, CompileCase
-from inkling_kernels.ragged import FLOATS, check_config, check_tensor
+from inkling_kernels.ragged import FLOATS, check_config, check_tensor, not_powers_of_two
 from inkling_kernels.target import Target
 
 
@@ -29,11 +29,7 @@ class SiluMulConfig:
 
     def problems(self, target: Target) -> tuple[str, ...]:
         """Why this configuration cannot run there; empty where it can."""
-        return tuple(
-            f"{name} is {value}; expected a power of two from {low} to {high}"
-            for name, value, low, high in (("block", self.block, 16, 8192), ("num_warps", self.num_warps, 1, 8))
-            if not low <= value <= high or value & (value - 1)
-        )
+        return tuple(not_powers_of_two(self, block=(16, 8192), num_warps=(1, 8)))
 
 
 DEFAULT = SiluMulConfig()

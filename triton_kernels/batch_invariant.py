@@ -30,13 +30,14 @@ SPLIT_KEYS = 1024
 def rel_attention(
     q: torch.Tensor, r: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, proj: torch.Tensor,
     block_table: torch.Tensor, cu_seqlens: torch.Tensor, kv_lens: torch.Tensor, *, window: int | None, scale: float,
-    max_query_len: int | None = None, max_kv_len: int | None = None,
+    max_query_len: int | None = None, max_kv_len: int | None = None, decode_query_len: int | None = None,
     kv_scales: tuple[torch.Tensor, torch.Tensor] | None = None, target: Target | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """As :func:`inkling_kernels.rel_attention.rel_attention`, decode and verify rows in splits of `SPLIT_KEYS` keys."""
     return rel_attention_of(
         q, r, k_pages, v_pages, proj, block_table, cu_seqlens, kv_lens, window=window, scale=scale,
-        max_query_len=max_query_len, max_kv_len=max_kv_len, split_keys=SPLIT_KEYS, kv_scales=kv_scales, target=target,
+        max_query_len=max_query_len, max_kv_len=max_kv_len, decode_query_len=decode_query_len, split_keys=SPLIT_KEYS,
+        kv_scales=kv_scales, target=target,
     )  # fmt: skip
 
 

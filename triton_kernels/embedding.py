@@ -16,7 +16,7 @@ import triton.language as tl
 
 from inkling_kernels.compile_case import NO_MATRIX, CompileCase
 from inkling_kernels.norm import normed_fn, rms_norm_ref
-from inkling_kernels.ragged import FLOATS, check_config, check_tensor
+from inkling_kernels.ragged import FLOATS, check_config, check_tensor, not_powers_of_two
 from inkling_kernels.target import Target
 
 
@@ -28,9 +28,7 @@ class EmbeddingConfig:
 
     def problems(self, target: Target, *, channels: int) -> tuple[str, ...]:
         """Why this configuration cannot run there; empty where it can."""
-        found = []
-        if not 64 <= self.per_warp <= 8192 or self.per_warp & (self.per_warp - 1):
-            found.append(f"per_warp is {self.per_warp}; expected a power of two from 64 to 8192")
+        found = not_powers_of_two(self, per_warp=(64, 8192))
         if channels > 32768:
             found.append(f"a row of {channels} channels does not fit the registers of 8 warps; expected at most 32768")
         return tuple(found)

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from inkling_kernels.compile_case import NO_MATRIX, CompileCase
-from inkling_kernels.ragged import check_config, check_tensor
+from inkling_kernels.ragged import check_config, check_tensor, not_powers_of_two
 from inkling_kernels.target import Target
 
 MAX_EXPERTS = 1024
@@ -37,15 +37,7 @@ class ExpertSortConfig:
 
     def problems(self, target: Target) -> tuple[str, ...]:
         """Why this configuration cannot run there; empty where it can."""
-        return tuple(
-            f"{name} is {value}; expected a power of two from {low} to {high}"
-            for name, value, low, high in (
-                ("pairs", self.pairs, 16, 256),
-                ("sorters", self.sorters, 1, 1024),
-                ("num_warps", self.num_warps, 1, 8),
-            )
-            if not low <= value <= high or value & (value - 1)
-        )
+        return tuple(not_powers_of_two(self, pairs=(16, 256), sorters=(1, 1024), num_warps=(1, 8)))
 
 
 DEFAULT = ExpertSortConfig()

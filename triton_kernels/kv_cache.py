@@ -24,7 +24,7 @@ import triton.language as tl
 from inkling_kernels.compile_case import NO_MATRIX, CompileCase
 from inkling_kernels.fp8 import fp8_fn, fp8_ref
 from inkling_kernels.norm import normed_fn, rms_norm_ref
-from inkling_kernels.ragged import FLOATS, check_config, check_tensor, sequence_tile_fn
+from inkling_kernels.ragged import FLOATS, check_config, check_tensor, not_powers_of_two, sequence_tile_fn
 from inkling_kernels.rel_attention_tile import FP8_KINDS, cache_operands, check_scales
 from inkling_kernels.short_conv import convolved_ref
 from inkling_kernels.short_conv_tile import check_conv, convolved_fn, keep_fn, owner_fn
@@ -40,11 +40,7 @@ class QkvrPrepConfig:
 
     def problems(self, target: Target, *, width: int) -> tuple[str, ...]:
         """Why this configuration cannot run there; empty where it can."""
-        found = [
-            f"{name} is {value}; expected a power of two from {low} to {high}"
-            for name, value, low, high in (("rows", self.rows, 1, 64), ("num_warps", self.num_warps, 1, 8))
-            if not low <= value <= high or value & (value - 1)
-        ]
+        found = not_powers_of_two(self, rows=(1, 64), num_warps=(1, 8))
         if self.rows < width - 1:
             found.append(f"rows is {self.rows}; the first tile of a sequence must hold the {width - 1} that reach back")
         return tuple(found)

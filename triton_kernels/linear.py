@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from inkling_kernels.compile_case import CompileCase
-from inkling_kernels.ragged import FLOATS, check_config, check_tensor
+from inkling_kernels.ragged import FLOATS, check_config, check_tensor, not_powers_of_two
 from inkling_kernels.target import TARGETS, Target
 
 
@@ -37,17 +37,9 @@ class LinearConfig:
 
     def problems(self, target: Target, *, itemsize: int = 2) -> tuple[str, ...]:
         """Why this configuration cannot run there; empty where it can."""
-        found = [
-            f"{name} is {value}; expected a power of two from {low} to {high}"
-            for name, value, low, high in (
-                ("block_m", self.block_m, 16, 256),
-                ("block_n", self.block_n, 16, 256),
-                ("block_k", self.block_k, 32, 256),
-                ("group_m", self.group_m, 1, 64),
-                ("num_warps", self.num_warps, 1, 8),
-            )
-            if not low <= value <= high or value & (value - 1)
-        ]
+        found = not_powers_of_two(
+            self, block_m=(16, 256), block_n=(16, 256), block_k=(32, 256), group_m=(1, 64), num_warps=(1, 8)
+        )
         if self.num_stages not in (1, 2, 3, 4, 5):
             found.append(f"num_stages is {self.num_stages}; expected 1 to 5")
         if not found and (need := self.shared_bytes(itemsize)) > target.shared_memory_bytes:

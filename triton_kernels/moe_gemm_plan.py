@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
+from inkling_kernels.ragged import not_powers_of_two
 from inkling_kernels.target import Target
 
 
@@ -45,17 +46,10 @@ class MoeConfig:
 
     def problems(self, target: Target, *, format: str = "bf16", itemsize: int = 2) -> tuple[str, ...]:
         """Why this configuration cannot run there; empty where it can."""
-        found = [
-            f"{name} is {value}; expected a power of two from {low} to {high}"
-            for name, value, low, high in (
-                ("block_m", self.block_m, 16, 256),
-                ("block_n", self.block_n, 32, 256),
-                ("block_k", self.block_k, 32, 256),
-                ("group_m", self.group_m, 1, 64),
-                ("num_warps", self.num_warps, 1, 8),
-            )
-            if not low <= value <= high or value & (value - 1)
-        ]
+        least = 8 if _has_narrow_tiles(target) else 16
+        found = not_powers_of_two(
+            self, block_m=(least, 256), block_n=(32, 256), block_k=(32, 256), group_m=(1, 64), num_warps=(1, 8)
+        )
         if self.num_stages not in (1, 2, 3, 4, 5):
             found.append(f"num_stages is {self.num_stages}; expected 1 to 5")
         if not found and (need := self.shared_bytes(format, itemsize)) > target.shared_memory_bytes:
@@ -63,14 +57,24 @@ class MoeConfig:
         return tuple(found)
 
 
+def _has_narrow_tiles(target: Target) -> bool:
+    """Whether the matrix unit takes 8 pairs: `mma.sync` does. Tensor memory and AMD's units take 16, and for fewer
+    Triton 3.6 leaves Hopper's `wgmma`, which 3.9 does not; counted on it, 8 save nothing."""
+    return target.vendor == "cuda" and not {"wgmma", "tcgen05"} & target.capabilities
+
+
 SMALL_BATCH = MoeConfig()
+# Where the matrix unit takes so few: half the products and tokens' bytes of `SMALL_BATCH`.
+NARROW_BATCH = MoeConfig(block_m=8)
 # RDNA: longer rows of codes reach the matrix unit through shared memory in fewer instructions than through lanes, and
 # half as many of them fit its registers.
 SMALL_BATCH_WMMA = MoeConfig(block_n=64, block_k=128)
 LARGE_BATCH = MoeConfig(block_m=64)
 # Where shared memory has room for three stages of it.
 FULL_BATCH = MoeConfig(block_m=128, num_warps=8, num_stages=3)
-# From so many pairs an expert on, on average, tiles of the next size are mostly full.
+# From so many pairs an expert on, on average, tiles of the next size are mostly full; below `SMALL_FROM` hardly an
+# expert has more than 8.
+SMALL_FROM = 2
 LARGE_FROM = 32
 FULL_FROM = 96
 
@@ -84,6 +88,8 @@ def moe_config(
         return FULL_BATCH
     if pairs >= LARGE_FROM * experts:
         return LARGE_BATCH
+    if pairs < SMALL_FROM * experts and target and _has_narrow_tiles(target):
+        return NARROW_BATCH
     packed = format != "bf16" and target is not None and "wmma" in target.capabilities
     return SMALL_BATCH_WMMA if packed else SMALL_BATCH
 

@@ -27,7 +27,14 @@ from inkling_kernels.act_quant import quantise_activations
 from inkling_kernels.activation import silu_mul_fn
 from inkling_kernels.compile_case import CompileCase
 from inkling_kernels.moe_check import QUANTISED_TOLERANCE
-from inkling_kernels.moe_gemm import check_experts, sorted_pairs, weight_on_meta, weighted_sum
+from inkling_kernels.moe_gemm import (
+    check_experts,
+    sorted_pairs,
+    tile_pairs_fn,
+    tile_place_fn,
+    weight_on_meta,
+    weighted_sum,
+)
 from inkling_kernels.moe_gemm_plan import MoeConfig, MoePlan, moe_experts_plan
 from inkling_kernels.numerics import ExpertWeight
 from inkling_kernels.target import Target
@@ -69,19 +76,12 @@ def _native_kernel(
     SIZE: tl.constexpr = 16 if NVFP4 else 32
     PACK: tl.constexpr = 2 if X == "e2m1" else 1
     ROWS: tl.constexpr = BLOCK_N * 2 if GATED else BLOCK_N
-    program = tl.program_id(0)
-    whole = GROUP_M * tl.cdiv(rows, BLOCK_N)
-    group = program // whole
-    size = tl.minimum(tiles - group * GROUP_M, GROUP_M)
-    tile = group * GROUP_M + program % whole % size
+    tile, place = tile_place_fn(tiles, rows, BLOCK_N, GROUP_M)
     expert = tl.load(map_ptr + tile).to(tl.int64)
     if expert < 0:
         return
-    member = tl.load(map_ptr + tiles + tile) + tl.arange(0, BLOCK_M)
-    paired = member < tl.load(offsets_ptr + expert + 1)
-    pair = tl.load(order_ptr + member, mask=paired, other=0)
-    source = (pair // top_k if GATED else member).to(tl.int64)
-    place = program % whole // size
+    paired, source, to = tile_pairs_fn(order_ptr, offsets_ptr, map_ptr, tiles, tile, expert, top_k, GATED, BLOCK_M)
+    source = source.to(tl.int64)
     w_row = (place * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     live = w_row < (rows * 2 if GATED else rows)
     w_ptr += expert * w_expert
@@ -116,8 +116,7 @@ def _native_kernel(
         gate *= tl.load(scale2_ptr + expert * scale2_expert) * scale2
         up *= tl.load(scale2_ptr + (expert * scale2_expert + scale2_up)) * scale2
     y = silu_mul_fn(gate, up) if GATED else gate
-    to = (member if GATED else pair).to(tl.int64)
-    out_at = out_ptr + ((to * out_row)[None, :] + row[:, None])
+    out_at = out_ptr + ((to.to(tl.int64) * out_row)[None, :] + row[:, None])
     tl.store(out_at, y.to(out_ptr.dtype.element_ty), mask=paired[None, :] & (row < rows)[:, None])
 
 

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from inkling_kernels.compile_case import NO_MATRIX, CompileCase
-from inkling_kernels.ragged import FLOATS, check_config, check_tensor
+from inkling_kernels.ragged import FLOATS, check_config, check_tensor, not_powers_of_two
 from inkling_kernels.target import Target
 
 
@@ -35,11 +35,7 @@ class RmsNormConfig:
 
     def problems(self, target: Target, *, channels: int) -> tuple[str, ...]:
         """Why this configuration cannot run there; empty where it can."""
-        found = [
-            f"{name} is {value}; expected a power of two from 64 to 8192"
-            for name, value in (("elements", self.elements), ("per_warp", self.per_warp))
-            if not 64 <= value <= 8192 or value & (value - 1)
-        ]
+        found = not_powers_of_two(self, elements=(64, 8192), per_warp=(64, 8192))
         if channels > 32768:
             found.append(f"a row of {channels} channels does not fit the registers of 8 warps; expected at most 32768")
         return tuple(found)

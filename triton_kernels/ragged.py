@@ -97,6 +97,16 @@ def check_batch(
         raise ValueError(f"{op}: slots has {int(slots.max())}; expected rows of state below {len(state)}, or -1")
 
 
+def not_powers_of_two(config: object, **bounds: tuple[int, int]) -> list[str]:
+    """Which numbers of a configuration, by name, are no powers of two within their bounds."""
+    named = ((name, getattr(config, name), *limits) for name, limits in bounds.items())
+    return [
+        f"{name} is {value}; expected a power of two from {low} to {high}"
+        for name, value, low, high in named
+        if not low <= value <= high or value & (value - 1)
+    ]
+
+
 def check_config(op: str, problems: tuple[str, ...]) -> None:
     """Raise ValueError where a configuration has problems."""
     if problems:

@@ -11,7 +11,7 @@ Layouts: `q` `[T, Hq, D]`, `r` `[T, Hq, d_rel]`, `k_pages`/`v_pages` logical `[P
 `proj` `[d_rel, extent]`, `block_table` `[B, max_pages]` int32 (entries wholly outside the window may hold anything and
 are not read), `cu_seqlens` `[B+1]` int32, `kv_lens` `[B]` int32. Scores, softmax and sums are float32. A row without
 keys is 0. What the host knows of the lengths, `max_query_len` and `max_kv_len`, are upper bounds of any sequence's rows
-and keys; they choose between kernels and never change what is computed.
+and keys; like `decode_query_len` they choose between kernels and never change what is computed.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from inkling_kernels.rel_attention_tile import (
 from inkling_kernels.target import TARGETS, Target
 
 
-@triton.jit(do_not_specialize=["tokens", "batch", "window", "extent"])
+@triton.jit(do_not_specialize=["tokens", "batch", "few", "window", "extent"])
 def _rel_attention_kernel(
     out_ptr, q_ptr, r_ptr, k_ptr, v_ptr, proj_ptr, table_ptr, cu_ptr, kv_lens_ptr, k_scale_ptr, v_scale_ptr,
-    tokens, batch, window, extent, scale, out_strides, q_strides, r_strides, k_strides, v_strides, proj_strides,
+    tokens, batch, few, window, extent, scale, out_strides, q_strides, r_strides, k_strides, v_strides, proj_strides,
     table_stride, scale_stride, GROUP: tl.constexpr, D: tl.constexpr, D_REL: tl.constexpr, PAGE: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FP8: tl.constexpr, WINDOW: tl.constexpr,
     FAR: tl.constexpr,
@@ -54,7 +54,9 @@ def _rel_attention_kernel(
     seq, q_begin, q_len, covered, t0, first = sequence_tile_fn(
         cu_ptr, kv_lens_ptr, tl.program_id(0), tokens, batch, TOKENS
     )
-    if t0 >= covered:
+    # Sequences of at most `few` rows are left to the kernel that is launched behind this one. But padding behind the
+    # last sequence is not, whose rows that kernel then writes anew.
+    if (t0 >= covered) | ((q_len <= few) & (covered == q_len)):
         return
     # The last tiles see the most keys: started first, they do not end last.
     t0 = (covered - 1) // TOKENS * TOKENS - t0
@@ -136,18 +138,18 @@ def _rel_attention_kernel(
 def rel_attention(
     q: torch.Tensor, r: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, proj: torch.Tensor,
     block_table: torch.Tensor, cu_seqlens: torch.Tensor, kv_lens: torch.Tensor, *, window: int | None, scale: float,
-    max_query_len: int | None = None, max_kv_len: int | None = None, split_keys: int | None = None,
-    kv_scales: tuple[torch.Tensor, torch.Tensor] | None = None, target: Target | None = None,
-    config: RelAttentionConfig | None = None,
+    max_query_len: int | None = None, max_kv_len: int | None = None, decode_query_len: int | None = None,
+    split_keys: int | None = None, kv_scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+    target: Target | None = None, config: RelAttentionConfig | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Attend with the Triton kernels, for any mix of prefill, extension, decode and verify rows; returns
     `[T, Hq, D]`.
 
     Where no sequence has more than `max_query_len` = 1 to 9 rows, `rel_attention_decode` attends with split keys;
     `max_kv_len` (default: what the block table has room for) bounds the number of splits, and `split_keys` fixes their
-    size. With more rows, None, or a `config`, the kernel of this file attends.
-    The choice and both plans follow from shapes and these bounds, so a captured graph keeps them while the lengths
-    change.
+    size. With more rows, None, or a `config`, the kernel of this file attends, but for sequences of at most
+    `decode_query_len` rows beside others: prompts and generated tokens in one step. The choice and both plans follow
+    from shapes and these bounds, so a captured graph keeps them while the lengths change.
 
     Arguments as in the module's docstring; `q`, `r`, `proj` of one type (bfloat16, float32; float16 for tests), pages
     of that type or fp8 with `kv_scales` = float32 `(k_scale, v_scale)`, each `[1]` or `[Hkv]`, which multiply in
@@ -163,14 +165,23 @@ def rel_attention(
         "rel_attention", q, r, k_pages, v_pages, proj, block_table, cu_seqlens, kv_lens, window, scale, kv_scales,
         max_query_len, max_kv_len,
     )  # fmt: skip
+    if decode_query_len is not None and decode_query_len not in range(1, MAX_QUERY_LEN + 1):
+        raise ValueError(
+            f"rel_attention: decode_query_len is {decode_query_len!r}; expected 1 to {MAX_QUERY_LEN}, or None"
+        )
     total, heads, head_dim = q.shape
     batch, kv_heads = len(kv_lens), k_pages.shape[2]
-    rows = max_query_len or 0
-    if config is None and 1 <= rows <= MAX_QUERY_LEN and total <= batch * rows:
+
+    def decoded(rows: int, out: torch.Tensor | None) -> torch.Tensor:
         return rel_attention_decode(
-            q, r, k_pages, v_pages, proj, block_table, cu_seqlens, kv_lens, window=window, scale=scale,
+            q, r, k_pages, v_pages, proj, block_table, cu_seqlens, kv_lens, window=window, scale=scale, out=out,
             max_query_len=rows, max_kv_len=max_kv_len, split_keys=split_keys, kv_scales=kv_scales, target=target,
         )  # fmt: skip
+
+    rows = max_query_len or 0
+    if config is None and 1 <= rows <= MAX_QUERY_LEN and total <= batch * rows:
+        return decoded(rows, None)
+    few = decode_query_len if config is None and batch > 1 and decode_query_len else 0
     out = torch.empty((total, heads, head_dim), dtype=q.dtype, device=q.device)
     plan = rel_attention_plan(
         total, batch, heads, kv_heads, head_dim, proj.shape[1], window, dtype=q.dtype, kv_dtype=k_pages.dtype,
@@ -180,12 +191,14 @@ def rel_attention(
         return out
     pages, scales, scale_stride = cache_operands(k_pages, v_pages, kv_scales)
     _rel_attention_kernel[plan.grid](
-        out, q, r, *pages, proj, block_table, cu_seqlens, kv_lens, *scales, total, batch, window or 0, proj.shape[1],
-        scale, out.stride(), q.stride(), r.stride(), k_pages.stride(), v_pages.stride(), proj.stride(),
+        out, q, r, *pages, proj, block_table, cu_seqlens, kv_lens, *scales, total, batch, few, window or 0,
+        proj.shape[1], scale, out.stride(), q.stride(), r.stride(), k_pages.stride(), v_pages.stride(), proj.stride(),
         block_table.stride(0), scale_stride, **plan.constexprs, D_REL=proj.shape[0], PAGE=k_pages.shape[1],
         FP8=FP8_KINDS.get(k_pages.dtype, 0),
         num_warps=plan.config.num_warps, num_stages=plan.config.num_stages, enable_fp_fusion=True,
     )  # fmt: skip
+    if few:
+        decoded(few, out)
     return out
 
 
@@ -205,7 +218,7 @@ def _case(
 # RDNA has 256 registers a thread at most. So have the NVIDIA chips that keep sums and operands there, and some cases
 # take a few more. float32 tiles take twice the registers of the types that models run in.
 _FEW = dict.fromkeys(("sm80", "sm86", "sm89", "sm103", "sm120", "sm121"), 96)
-_TIGHT = _FEW | {"gfx1100": 1696, "gfx1151": 1696, "gfx1201": 32}
+_TIGHT = _FEW | {"gfx1100": 1920, "gfx1151": 1920, "gfx1201": 192}
 _WIDE = {t.arch: 1024 if t.vendor == "cuda" else 4096 for t in TARGETS if "mfma" not in t.capabilities}
 
 COMPILE_CASES = (
@@ -291,6 +304,7 @@ def rel_attention_ref(
     scale: float,
     max_query_len: int | None = None,
     max_kv_len: int | None = None,
+    decode_query_len: int | None = None,
     kv_scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Attend; see the module for formula and layouts. Differentiable. Returns `[T, Hq, D]` in `q.dtype`. With

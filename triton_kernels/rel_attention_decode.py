@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from inkling_kernels.compile_case import CompileCase
+from inkling_kernels.ragged import check_tensor
 from inkling_kernels.rel_attention_plan import RelAttentionDecodeConfig, rel_attention_decode_plan
 from inkling_kernels.rel_attention_tile import (
     FLOOR,
@@ -36,16 +37,17 @@ from inkling_kernels.target import TARGETS, Target
 @triton.jit
 def _bounds_fn(cu_ptr, kv_lens_ptr, seq, window, ROWS: tl.constexpr, WINDOW: tl.constexpr):
     """(first row of q, rows, position of row 0, first key, end of the keys) of a sequence; no keys where it has no
-    rows."""
+    rows. One of more than ROWS is another kernel's, and has none here."""
     q_begin = tl.load(cu_ptr + seq)
     q_len = tl.load(cu_ptr + seq + 1) - q_begin
+    q_len = tl.where(q_len > ROWS, 0, q_len)
     kv_len = tl.load(kv_lens_ptr + seq)
     first = kv_len - q_len
-    high = tl.where(q_len > 0, first + tl.minimum(q_len, ROWS), 0)
+    high = tl.where(q_len > 0, kv_len, 0)
     low = 0
     if WINDOW:
         low = tl.maximum(first - window + 1, 0)
-    return q_begin, tl.minimum(q_len, ROWS), first, low, high
+    return q_begin, q_len, first, low, high
 
 
 @triton.jit(do_not_specialize=["window", "extent", "tokens"])
@@ -153,7 +155,7 @@ def _rel_attention_decode_kernel(
         padding = tl.zeros([BLOCK_M, D], out_ptr.dtype.element_ty)
         tl.store(out_ptr + out_at, padding, mask=((token < ROWS) & (at < tokens))[:, None])
     else:
-        line = (split.to(tl.int64) * tokens + at) * (tl.num_programs(0) * HEADS) + head
+        line = ((split.to(tl.int64) * tl.num_programs(2) + seq) * ROWS + token) * (tl.num_programs(0) * HEADS) + head
         # A split without keys for a row leaves only its total of 0, by which the combination knows not to read the
         # rest.
         tl.store(acc_ptr + line[:, None] * D + dim[None, :], acc, mask=(live & (total != 0.0))[:, None])
@@ -189,7 +191,7 @@ def _combine_kernel(
     peak = tl.full([BLOCK_H], FLOOR, tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
     for split in range(used):
-        line = (split * tokens.to(tl.int64) + at) * (tl.num_programs(0) * GROUP) + head
+        line = (split * tl.num_programs(1).to(tl.int64) + tl.program_id(1)) * (tl.num_programs(0) * GROUP) + head
         part_peak = tl.load(stats_ptr + line * 2, mask=live, other=FLOOR)
         part_total = tl.load(stats_ptr + (line * 2 + 1), mask=live, other=0.0)
         held = live & (part_total != 0.0)
@@ -210,16 +212,16 @@ def rel_attention_decode(
     q: torch.Tensor, r: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, proj: torch.Tensor,
     block_table: torch.Tensor, cu_seqlens: torch.Tensor, kv_lens: torch.Tensor, *, window: int | None, scale: float,
     max_query_len: int, max_kv_len: int | None = None, split_keys: int | None = None,
-    kv_scales: tuple[torch.Tensor, torch.Tensor] | None = None, target: Target | None = None,
-    config: RelAttentionDecodeConfig | None = None,
+    kv_scales: tuple[torch.Tensor, torch.Tensor] | None = None, out: torch.Tensor | None = None,
+    target: Target | None = None, config: RelAttentionDecodeConfig | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Attend for at most `max_query_len` (1 to 9) query rows a sequence; returns `[T, Hq, D]` in `q.dtype`.
 
-    Arguments as for :func:`inkling_kernels.rel_attention.rel_attention`. No sequence may have more rows than
-    `max_query_len` (rows beyond it are left unwritten; padding behind the last sequence comes out 0) nor more keys than
-    `max_kv_len` (default: what the block table has room for), which bounds the number of splits. `split_keys` fixes the
-    split size, for results that do not depend on the rest of the batch. The split results are float32; the rest as in
-    the prefill kernel.
+    Arguments as for :func:`inkling_kernels.rel_attention.rel_attention`. The rows of a sequence that has more than
+    `max_query_len` are left unwritten: give `out`, like `q`, where another kernel writes them. Padding behind the last
+    sequence comes out 0. No sequence may have more keys than `max_kv_len` (default: what the block table has room for),
+    which bounds the number of splits. `split_keys` fixes the split size, for results that do not depend on the rest of
+    the batch. The split results are float32; the rest as in the prefill kernel.
 
     Raises TypeError or ValueError naming the argument, before anything is allocated or launched.
     """
@@ -234,17 +236,21 @@ def rel_attention_decode(
         max_kv_len=block_table.shape[1] * page if max_kv_len is None else max_kv_len, dtype=q.dtype,
         kv_dtype=k_pages.dtype, target=target, split_keys=split_keys, config=config,
     )  # fmt: skip
-    if tokens > batch * plan.rows:
+    if out is None and tokens > batch * plan.rows:
         raise ValueError(
             f"rel_attention_decode: q has {tokens} rows; expected at most {batch * plan.rows}, max_query_len a sequence"
         )
-    out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
+    if out is None:
+        out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
+    else:
+        check_tensor("rel_attention_decode", "out", out, tuple(q.shape), (q.dtype,), q.device)
     if tokens == 0:
         return out
     acc = stats = None
     if plan.num_splits > 1:
-        acc = torch.empty((plan.num_splits, tokens, heads, head_dim), dtype=torch.float32, device=q.device)
-        stats = torch.empty((plan.num_splits, tokens, heads, 2), dtype=torch.float32, device=q.device)
+        lines = (plan.num_splits, batch * plan.rows, heads)
+        acc = torch.empty((*lines, head_dim), dtype=torch.float32, device=q.device)
+        stats = torch.empty((*lines, 2), dtype=torch.float32, device=q.device)
     pages, scales, scale_stride = cache_operands(k_pages, v_pages, kv_scales)
     shared = {"D": head_dim, "ROWS": plan.rows, "SPLITS": plan.num_splits}
     shared |= {"SPLIT_KEYS": plan.split_keys, "FP8": FP8_KINDS.get(k_pages.dtype, 0), "WINDOW": window is not None}
@@ -286,14 +292,16 @@ _FEW = {"sm90": "mma.sync", "sm100": "mma.sync", "sm103": "mma.sync"}
 # RDNA has 256 registers a thread at most.
 _RDNA_1 = {"gfx1100": 320, "gfx1151": 320}
 # float32 tiles take twice the registers of the types that models run in.
-_WIDE = {t.arch: 512 if t.vendor == "cuda" else 3072 for t in TARGETS if "mfma" not in t.capabilities}
-_RDNA_9 = {"gfx1100": 1552, "gfx1151": 1552, "gfx1201": 512}
+_WIDE = {t.arch: 512 if t.vendor == "cuda" else 3840 for t in TARGETS if "mfma" not in t.capabilities}
+# Chips whose sums and operands share one file of registers are a few short for nine rows, too.
+_NINE_AMD = {"gfx1100": 2304, "gfx1151": 2304, "gfx1201": 576, "gfx90a": 96}
+_NINE = _NINE_AMD | dict.fromkeys(("sm80", "sm86", "sm89", "sm120", "sm121"), 96)
 
 COMPILE_CASES = (
     _case("full, group 8, 1 row", 64, 8, None, 1024, 1, _FEW, _RDNA_1),
-    _case("full, group 8, 9 rows", 64, 8, None, 1024, 9, {}, _RDNA_9),
-    _case("full, group 4, 9 rows", 32, 8, None, 1024, 9, {}, _RDNA_9),
+    _case("full, group 8, 9 rows", 64, 8, None, 1024, 9, {}, _NINE),
+    _case("full, group 4, 9 rows", 32, 8, None, 1024, 9, {}, _NINE),
     _case("full, group 8, 9 rows, float32", 64, 8, None, 1024, 9, {}, _WIDE, dtype=torch.float32),
     _case("sliding, group 4, 1 row, fp8 cache, page 64", 64, 16, 512, 512, 1, _FEW, _RDNA_1, fp8=True),
-    _case("sliding, group 4, 9 rows", 64, 16, 512, 512, 9, {}, _RDNA_9),
+    _case("sliding, group 4, 9 rows", 64, 16, 512, 512, 9, {}, _NINE),
 )

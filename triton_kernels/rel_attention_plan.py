@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 
+from inkling_kernels.ragged import not_powers_of_two
 from inkling_kernels.target import Target
 
 
@@ -64,16 +65,7 @@ class RelAttentionConfig:
 
     def problems(self, target: Target, *, group: int, head_dim: int, itemsize: int = 2) -> tuple[str, ...]:
         """Why this configuration cannot run there; empty where it can."""
-        found = [
-            f"{name} is {value}; expected a power of two from {low} to {high}"
-            for name, value, low, high in (
-                ("block_m", self.block_m, 16, 128),
-                ("block_n", self.block_n, 16, 128),
-                ("tokens", self.tokens, 1, 16),
-                ("num_warps", self.num_warps, 1, 8),
-            )
-            if not low <= value <= high or value & (value - 1)
-        ]
+        found = not_powers_of_two(self, block_m=(16, 128), block_n=(16, 128), tokens=(1, 16), num_warps=(1, 8))
         if self.num_stages not in (1, 2, 3, 4):
             found.append(f"num_stages is {self.num_stages}; expected 1 to 4")
         if not found and (need := self.shared_bytes(target, group, head_dim, itemsize)) > target.shared_memory_bytes:
@@ -249,11 +241,7 @@ class RelAttentionDecodeConfig:
         self, target: Target, *, group: int, head_dim: int, rows: int = 1, itemsize: int = 2
     ) -> tuple[str, ...]:
         """Why this configuration cannot run there; empty where it can."""
-        found = [
-            f"{name} is {value}; expected a power of two from {least} to {most}"
-            for name, value, least, most in (("block_n", self.block_n, 16, 128), ("num_warps", self.num_warps, 1, 8))
-            if not least <= value <= most or value & (value - 1)
-        ]
+        found = not_powers_of_two(self, block_n=(16, 128), num_warps=(1, 8))
         found += [
             f"{name} is {value}; expected {least} to {most}"
             for name, value, least, most in (
@@ -316,10 +304,13 @@ class RelAttentionDecodePlan:
     extent: int
     window: int | None
 
-    def workspace_bytes(self, tokens: int) -> int:
-        """Float32 partial results for `tokens` query rows: sums, maxima and totals of every split."""
-        heads = self.grid[0] * self.heads
-        return 4 * self.num_splits * tokens * heads * (self.head_dim + 2) if self.num_splits > 1 else 0
+    @property
+    def workspace_bytes(self) -> int:
+        """Float32 partial results of every split: sums, maxima and totals, for as many rows as there may be."""
+        return self._partial_bytes(self.grid[2] * self.rows * self.grid[0] * self.heads)
+
+    def _partial_bytes(self, lines: int) -> int:
+        return 4 * self.num_splits * lines * (self.head_dim + 2) if self.num_splits > 1 else 0
 
     def work(self, q_lens: Sequence[int], kv_lens: Sequence[int]) -> Work:
         """Tiles, bytes and operations for these lengths, both launches."""
@@ -338,7 +329,7 @@ class RelAttentionDecodePlan:
                 pairs += sum(seen) if self.window is None else sum(min(n, self.window) for n in seen)
         tokens = sum(q_lens)
         line = tokens * heads * self.heads
-        workspace = self.workspace_bytes(tokens)
+        workspace = self._partial_bytes(line)
         return Work(
             tiles=tiles * heads,
             bias_tiles=near_tiles * heads,

@@ -34,7 +34,7 @@ import triton.language as tl
 
 from inkling_kernels.compile_case import NO_MATRIX, CompileCase
 from inkling_kernels.norm import rms_norm_ref
-from inkling_kernels.ragged import check_config, check_tensor, sequence_tile_fn
+from inkling_kernels.ragged import check_config, check_tensor, not_powers_of_two, sequence_tile_fn
 from inkling_kernels.short_conv_tile import check_conv, convolved_fn, keep_fn, owner_fn
 from inkling_kernels.target import Target
 
@@ -52,17 +52,8 @@ class ShortConvConfig:
 
     def problems(self, target: Target) -> tuple[str, ...]:
         """Why this configuration cannot run there; empty where it can."""
-        return tuple(
-            f"{name} is {value}; expected a power of two from {low} to {high}"
-            for name, value, low, high in (
-                ("channels", self.channels, 16, 2048),
-                ("rows", self.rows, 1, 128),
-                ("few_rows", self.few_rows, 1, 128),
-                ("norm_channels", self.norm_channels, 16, 4096),
-                ("num_warps", self.num_warps, 1, 8),
-            )
-            if not low <= value <= high or value & (value - 1)
-        )
+        bounds = {"rows": (1, 128), "few_rows": (1, 128), "norm_channels": (16, 4096), "num_warps": (1, 8)}
+        return tuple(not_powers_of_two(self, channels=(16, 2048), **bounds))
 
 
 DEFAULT = ShortConvConfig()

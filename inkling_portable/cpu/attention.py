@@ -159,6 +159,7 @@ def rel_attention(
     scale: float,
     max_query_len: int | None = None,
     max_kv_len: int | None = None,
+    decode_query_len: int | None = None,
 ) -> torch.Tensor:
     """`rel_attention_ref`, for up to `FEW` rows in one call."""
     (rows, heads, dim), (pages, page, kv_heads, _), (d_rel, extent) = q.shape, k_pages.shape, proj.shape

@@ -24,6 +24,8 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
+from inkling_kernels.rel_attention_plan import MAX_QUERY_LEN
+
 #: Tokens that a page may have for the attention kernels. vLLM splits larger blocks into pages of these sizes.
 PAGE_SIZES = (16, 32, 64, 128, 256)
 
@@ -39,6 +41,7 @@ class PortableMetadata(AttentionMetadata):
     slot_mapping: torch.Tensor
     max_query_len: int
     max_kv_len: int
+    decode_query_len: int | None
 
 
 class PortableMetadataBuilder(AttentionMetadataBuilder[PortableMetadata]):
@@ -52,6 +55,9 @@ class PortableMetadataBuilder(AttentionMetadataBuilder[PortableMetadata]):
         self, kv_cache_spec: KVCacheSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        speculative = vllm_config.speculative_config
+        few = 1 + (speculative.num_speculative_tokens if speculative else 0)
+        self.decode_query_len = few if few <= MAX_QUERY_LEN else None
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -64,6 +70,7 @@ class PortableMetadataBuilder(AttentionMetadataBuilder[PortableMetadata]):
             slot_mapping=common.slot_mapping,
             max_query_len=int(common.max_query_len),
             max_kv_len=int(common.max_seq_len),
+            decode_query_len=self.decode_query_len,
         )
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> PortableMetadata:

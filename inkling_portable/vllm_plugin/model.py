@@ -29,9 +29,10 @@ from inkling_portable.model import DecoderLayer, Inkling
 from inkling_portable.mtp import MultiTokenPrediction
 from inkling_portable.tensor_table import Section
 from inkling_portable.towers import Towers
+from inkling_portable.vllm_plugin.balance import Balanced, own_experts
 from inkling_portable.vllm_plugin.options import Build
 from inkling_portable.vllm_plugin.parts import VllmParts
-from inkling_portable.vllm_plugin.state import ConvolutionState, KeysAndValues, LayerCaches, transferred
+from inkling_portable.vllm_plugin.state import ConvolutionState, KeysAndValues, LayerCaches, transferred, without_scales
 from inkling_portable.weight_stream import assemble
 
 
@@ -75,9 +76,6 @@ class Blocks(nn.Module):
         super().__init__()
         self.build, self.vllm_config, self.config = build, vllm_config, model_config.hf_config
         self.parts = VllmParts(build.rank, build.dtype, "model")
-        # Checkpoints have no scales for a cache: as in vLLM's own model it is 1, and values beyond the type saturate.
-        one = torch.ones(1, dtype=torch.float32, device=build.device)
-        self.kv_scales = (one, one) if build.ops.facts.kv_dtype == "float8_e4m3fn" else None
         self.caches: dict[int, LayerCaches] = {}
 
     def give_caches(self, layers: Iterable[tuple[str, DecoderLayer]]) -> None:
@@ -85,6 +83,11 @@ class Blocks(nn.Module):
         build = self.build
         for name, layer in layers:
             channels = (2 * layer.spec.kv_size, len(layer.own), len(layer.own))
+            scales = None
+            if build.ops.facts.kv_dtype == "float8_e4m3fn":
+                # Values that they bring beyond the type saturate.
+                k, v = (torch.ones(1, dtype=torch.float32, device=build.device) for _ in range(2))
+                scales = (k, v)
             self.caches[layer.state_index] = LayerCaches(
                 layer.spec,
                 layer.state_index,
@@ -92,7 +95,7 @@ class Blocks(nn.Module):
                 ConvolutionState(
                     channels, build.config.conv_kernel_size, build.dtype, f"{name}.conv_state", self.vllm_config
                 ),
-                self.kv_scales,
+                scales,
             )
 
     def batch(self, index: int, h: torch.Tensor) -> Any:
@@ -117,7 +120,8 @@ class Blocks(nn.Module):
         """This rank's part of each tensor that vLLM's loader brings."""
         build = self.build
         own = self.parts.channels(build.whole.hidden_size)
-        for name, value in assemble(build.whole, stream, sections):
+        weights = without_scales(stream, self.caches, build.whole.num_hidden_layers)
+        for name, value in assemble(build.whole, weights, sections):
             if isinstance(value, ExpertWeight):
                 yield name, self._own_experts(name, value)
             elif name.endswith((".attn_sconv.weight", ".mlp_sconv.weight")):
@@ -129,14 +133,14 @@ class Blocks(nn.Module):
 
     def _own_experts(self, name: str, value: ExpertWeight) -> ExpertWeight:
         build = self.build
-        part = build.rank.tensor(build.whole, name, value) if build.experts is None else build.experts.weight(value)
+        part = build.rank.tensor(build.whole, name, value) if build.experts is None else own_experts(build, value)
         if not isinstance(part, ExpertWeight):
             raise TypeError(f"{name} is no expert weight")
         part = part.to(build.device)
         return replace(part, data=part.data.to(build.dtype)) if part.format == "bf16" else part
 
 
-class PortableForCausalLM(Blocks, SupportsPP, SupportsLoRA):
+class PortableForCausalLM(Blocks, Balanced, SupportsPP, SupportsLoRA):
     """The text model."""
 
     sections: ClassVar[tuple[Section, ...]] = ("text",)
@@ -150,10 +154,10 @@ class PortableForCausalLM(Blocks, SupportsPP, SupportsLoRA):
             config, build.ops, dtype=build.dtype, device=build.device, parts=self.parts, stage=stage, head=False
         )
         self.model.add_module("embed_tokens", Embedding(self.model))
-        for experts in self.model.experts().values():
-            experts.first = build.experts.held(build.whole.n_routed_experts).start if build.experts else None
-            if vllm_config.load_config.load_format == "dummy":
+        if vllm_config.load_config.load_format == "dummy":
+            for experts in self.model.experts().values():
                 hold_nothing(experts, build)
+            self.give_places(build, self.model.experts().values())
         self.give_caches((f"model.layers.{layer.state_index}", layer) for layer in self.model.decoder_layers())
         vocabulary = config.unpadded_vocab_size
         self.lm_head = ParallelLMHead(vocabulary, config.hidden_size, params_dtype=build.dtype, prefix="lm_head")
@@ -200,6 +204,7 @@ class PortableForCausalLM(Blocks, SupportsPP, SupportsLoRA):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Fill the model from vLLM's stream. Raises `CheckpointError` listing what is missing or unknown."""
         self.model.load(self._placed(self.own_weights(weights, self.sections)))
+        self.give_places(self.build, self.model.experts().values())
         return {name for name, _ in self.named_parameters()}
 
     def _placed(
@@ -238,7 +243,8 @@ class PortableForConditionalGeneration(PortableForCausalLM, SupportsMultiModal):
                 continue
             sizes = [len(item) for item in rows] if isinstance(rows, (list, tuple)) else _sizes(counts, len(rows))
             together = torch.cat(list(rows)) if isinstance(rows, (list, tuple)) else rows
-            found += tower(together).split(sizes)
+            # Levels of sounds may come as floats: see versions.py.
+            found += tower(together.long() if tower is self.towers.audio else together).split(sizes)
         return found
 
     def embed_input_ids(

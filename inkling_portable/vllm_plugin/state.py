@@ -8,7 +8,10 @@ the block size is read from the cache that was allocated, never from the width.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import logging
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +28,13 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWi
 from inkling_portable.cache import Batch, LayerState, kind_of
 from inkling_portable.config import LayerSpec
 from inkling_portable.vllm_plugin.backend import ConvStateBackend, PortableBackend, PortableMetadata
+
+logger = logging.getLogger("vllm.inkling_portable")
+
+# Where calibration leaves the scales of a cache: beside the projection (ModelOpt), or with the layer's attention.
+_SCALE = re.compile(
+    r"(?:^|\.)(mtp\.)?layers\.(\d+)\.(?:transformer_block\.)?(?:self_)?attn\.(?:w[kv]_dv\.|[kv]_proj\.)?([kv])_scale$"
+)
 
 
 class _Layer(AttentionLayerBase):
@@ -137,6 +147,7 @@ class LayerCaches:
             states={self.index: LayerState(*self.kv.pages(), *self.conv.streams(), self.kv_scales)},
             max_query_len=attention.max_query_len,
             max_kv_len=attention.max_kv_len,
+            decode_query_len=attention.decode_query_len,
         )
 
     def rehearsal(self, rows: int, dtype: torch.dtype, device: torch.device) -> Batch:
@@ -156,3 +167,30 @@ class LayerCaches:
             max_query_len=rows,
             max_kv_len=rows,
         )
+
+
+def without_scales(
+    stream: Iterable[tuple[str, torch.Tensor]], caches: Mapping[int, LayerCaches], depths_from: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """`stream` without the scales of fp8 caches, which the `caches` take that are in fp8; others have no use for them.
+
+    The prediction depths' caches are numbered from `depths_from` on. Scales are one float each, `stored * scale` being
+    the value; where there is none it is 1. ValueError, naming the tensor, for another shape or no positive number.
+    """
+    fp8 = [cache for cache in caches.values() if cache.kv_scales is not None]
+    taken = 0
+    for name, value in stream:
+        found = _SCALE.search(name)
+        if found is None:
+            yield name, value
+            continue
+        index = int(found[2]) + (depths_from if found[1] else 0)
+        scales = caches[index].kv_scales if index in caches else None
+        if scales is None:
+            continue
+        if value.numel() != 1 or not 0 < float(value) < math.inf:
+            raise ValueError(f"{name} is {value.tolist()}; expected one positive number for the whole layer")
+        scales["kv".index(found[3])].fill_(float(value))
+        taken += 1
+    if fp8:
+        logger.info("fp8 cache of %d layers: %d scales from the checkpoint, the others are 1", len(fp8), taken)

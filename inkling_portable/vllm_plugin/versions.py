@@ -1,8 +1,14 @@
-"""Which versions of vLLM the plug-in was tried with, and the one interface that differs between them.
+"""Which versions of vLLM the plug-in was tried with, and what differs between them.
 
-Of what the plug-in uses, vLLM 0.29 to 0.33 differ in this only: up to 0.30 a backend's supported block sizes are asked
-for without an argument, from 0.31 on with the cache's spec (`backend.PortableBackend` takes both). Before 0.29 caches
-had shapes of the backend's choosing, which this plug-in does not know. Source: the wheels of vLLM 0.26 to 0.33.
+Of what the plug-in uses, vLLM 0.29 to 0.33 differ in this only:
+
+- Up to 0.30 a backend's supported block sizes are asked for without an argument, from 0.31 on with the cache's spec
+  (`backend.PortableBackend` takes both).
+- Up to 0.32 vLLM has a processor of its own for media, which gives the levels of a sound as floats; from 0.33 on it is
+  Transformers', which gives integers (`model.PortableForConditionalGeneration` takes both).
+
+Before 0.29 caches had shapes of the backend's choosing, which this plug-in does not know. Source: the wheels of vLLM
+0.26 to 0.33.
 """
 
 from __future__ import annotations

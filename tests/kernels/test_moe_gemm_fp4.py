@@ -10,10 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moe_oracle import experts_on_device, oracle, random_packed, stored, values
+from moe_oracle import experts_on_device, kernel_target, oracle, random_packed, stored, values
 
 from inkling_kernels.moe_gemm import moe_experts
-from inkling_kernels.moe_gemm_plan import LARGE_BATCH, SMALL_BATCH, MoeConfig
+from inkling_kernels.moe_gemm_plan import LARGE_BATCH, NARROW_BATCH, SMALL_BATCH, MoeConfig
 from inkling_kernels.numerics import ExpertWeight
 from inkling_kernels.testing import guarded
 
@@ -135,8 +135,9 @@ def test_parts_of_the_width_add_up(impl: Impl, format: str) -> None:
 
 
 @pytest.mark.parametrize("format", ["bf16", *FORMATS])
-def test_tile_shapes_agree_and_neighbours_change_nothing(impl: Impl, format: str) -> None:
-    """Both batches' configurations and a narrow one, several tiles of one expert; a token alone has the same bits."""
+def test_tile_shapes_agree_and_neighbours_change_nothing(impl: Impl, format: str, kernel_device: torch.device) -> None:
+    """The batches' configurations, tiles of 8 pairs where the device has them, and small ones; several tiles of one
+    expert; a token alone has the same bits."""
     rng = np.random.default_rng(8)
     if format == "bf16":
         w13, w2 = (torch.from_numpy(rng.standard_normal(shape)).float() for shape in ((2, 128, 64), (2, 64, 64)))
@@ -146,10 +147,11 @@ def test_tile_shapes_agree_and_neighbours_change_nothing(impl: Impl, format: str
     x = torch.from_numpy(rng.standard_normal((40, 64))).float()
     ids = torch.from_numpy(rng.integers(-1, 2, (40, 2))).int()
     gammas = torch.from_numpy(rng.standard_normal((40, 2))).float()
-    outs = [
-        impl(x, *weights, ids, gammas, config=config)
-        for config in (SMALL_BATCH, LARGE_BATCH, MoeConfig(block_n=32, block_k=32, group_m=2))
-    ]
+    configs = [SMALL_BATCH, LARGE_BATCH, MoeConfig(block_n=32, block_k=32, group_m=2)]
+    target = kernel_target(kernel_device)
+    if target is None or not NARROW_BATCH.problems(target, format=format):
+        configs.append(NARROW_BATCH)
+    outs = [impl(x, *weights, ids, gammas, config=config) for config in configs]
     for other in outs[1:]:
         compare(other, outs[0].double().numpy())
     assert torch.equal(impl(x[7:8], *weights, ids[7:8], gammas[7:8], config=SMALL_BATCH)[0], outs[0][7])

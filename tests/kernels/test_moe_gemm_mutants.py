@@ -29,7 +29,7 @@ BROKEN = [
     ("bf16", "first choice alone", GEMM, "for k in range(top_k)", "for k in range(1)"),
     ("bf16", "x taken in the sorted order", GEMM, "pair // top_k if GATED", "member // top_k if GATED"),
     ("bf16", "x taken by pair", GEMM, "pair // top_k if GATED", "pair if GATED"),
-    ("bf16", "results left in the sorted order", GEMM, "member if GATED else pair).to", "member).to"),
+    ("bf16", "results left in the sorted order", GEMM, "to = member if GATED else pair", "to = member"),
     ("bf16", "first expert for all", GEMM, "w_ptr += expert * w_expert", "w_ptr += 0 * expert"),
     ("bf16", "last row of an expert lost", GEMM,
      "paired = member < tl.load(offsets_ptr + expert + 1)", "paired = member + 1 < tl.load(offsets_ptr + expert + 1)"),

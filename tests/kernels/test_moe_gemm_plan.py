@@ -11,6 +11,7 @@ import torch
 from inkling_kernels.moe_gemm_plan import (
     FULL_BATCH,
     LARGE_BATCH,
+    NARROW_BATCH,
     SMALL_BATCH,
     SMALL_BATCH_WMMA,
     MoeConfig,
@@ -31,13 +32,17 @@ def test_the_default_tiles_fit_every_chip_in_every_type() -> None:
             assert chosen.problems(target, format=format, itemsize=itemsize) == ()
 
 
-def test_chips_with_room_take_full_tiles_and_rdna_long_rows() -> None:
+def test_chips_take_full_tiles_long_rows_and_narrow_tiles_where_they_can() -> None:
     for format in ("bf16", "nvfp4", "mxfp4"):
         large = {t.arch for t in GPUS if moe_config(256 * 96, 256, t, format=format) is not FULL_BATCH}
         assert large == {t.arch for t in GPUS if t.shared_memory_bytes <= 64 * 1024}
     long = {t.arch for t in GPUS if moe_config(6, 256, t, format="mxfp4") is SMALL_BATCH_WMMA}
     assert long == {"gfx1100", "gfx1151", "gfx1201"}
-    assert all(moe_config(6, 256, t) is SMALL_BATCH for t in GPUS)
+    narrow = {t.arch for t in GPUS if moe_config(6, 256, t) is NARROW_BATCH}
+    assert narrow == {"sm80", "sm86", "sm89", "sm120", "sm121"}
+    assert narrow == {t.arch for t in GPUS if not NARROW_BATCH.problems(t)}
+    assert all(moe_config(6, 256, t) is SMALL_BATCH for t in GPUS if t.arch not in narrow)
+    assert all(moe_config(2 * 256, 256, t) is SMALL_BATCH for t in GPUS)
 
 
 def test_what_does_not_fit_is_said_before_a_launch() -> None:

@@ -29,7 +29,7 @@ BROKEN = [
      "inside = (block < columns // SIZE)[None, :]", "inside = (block >= 0)[None, :]"),
     ("mxfp4 mxfp8", "scales of other tokens", NATIVE, "(source * x_scale_row)[:, None]", "(source * 0)[:, None]"),
     ("mxfp4 mxfp8", "other tokens", NATIVE, "(source * x_row)[None, :]", "(source * 0)[None, :]"),
-    ("mxfp4 mxfp8", "results left in the sorted order", NATIVE, "member if GATED else pair).to", "member).to"),
+    ("mxfp4 mxfp8", "results left in the sorted order", "moe_gemm", "to = member if GATED else pair", "to = member"),
     ("mxfp4 mxfp4", "tokens' nibbles exchanged", QUANT, "low | (high << 4)", "high | (low << 4)"),
     ("mxfp4 mxfp4", "tokens' signs lost", QUANT, ">> 28) & 8", ">> 28) & 0"),
     ("mxfp4 mxfp4", "tokens' scales one off", QUANT, "(bits >> 23) - TOP +", "(bits >> 23) - TOP - 1 +"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -236,6 +237,28 @@ def test_the_longest_query_chooses_the_kernel(kernel_device: torch.device) -> No
     few = paged_batch([(1, 5), (20, 20)], heads=4, kv_heads=1, device=kernel_device)
     few.cu_seqlens = torch.tensor([0, 1, 2], dtype=torch.int32, device=kernel_device)
     assert rel_attention(*few.args, **few.options, max_query_len=1)[2:].eq(0).all()
+
+
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("last", [(2, 700), (20, 50)], ids=["ends generating", "ends reading"])
+def test_core_prompts_and_generated_tokens_in_one_step(
+    kernel_device: torch.device, window: int | None, last: tuple[int, int]
+) -> None:
+    """Each sequence is attended by the kernel for as many rows as it has, and only by that; padding is 0."""
+    lengths = [(1, 70), (17, 40), (3, 600), (0, 9), (4, 30), last]
+    batch = paged_batch(lengths, heads=4, kv_heads=1, window=window, dtype=torch.bfloat16, device=kernel_device, seed=3)
+    for tensor in ("q", "r"):
+        rows = getattr(batch, tensor)
+        setattr(batch, tensor, torch.cat([rows, torch.full_like(rows[:19], torch.nan)]))
+    out = rel_attention(*batch.args, **batch.options, decode_query_len=3)
+    tiles, few = rel_attention(*batch.args, **batch.options), torch.full_like(out, 7.0)
+    rel_attention_decode(*batch.args, **batch.options, max_query_len=3, out=few)
+    starts = batch.cu_seqlens.tolist()
+    for begin, end in itertools.pairwise(starts):
+        assert torch.equal(out[begin:end], (few if end - begin <= 3 else tiles)[begin:end])
+        assert end - begin <= 3 or few[begin:end].eq(7).all()
+    assert out[starts[-1] :].eq(0).all()
+    assert signal(out, exact_attention(batch)) <= 1
 
 
 @pytest.mark.parametrize(("window", "extent"), [(None, 1024), (512, 512)])

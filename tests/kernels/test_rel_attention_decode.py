@@ -260,7 +260,7 @@ def test_the_plan_fills_the_chip_and_bounds_sliding_layers(target: Target) -> No
     work = sliding.work([9], [1 << 20])
     assert sliding.num_splits <= 3
     assert work.tiles * DECODE_DEFAULT.block_n <= 8 * (512 + 8 + 2 * DECODE_DEFAULT.block_n)
-    assert sliding.workspace_bytes(9) == 4 * sliding.num_splits * 9 * 64 * 130 * (sliding.num_splits > 1)
+    assert sliding.workspace_bytes == 4 * sliding.num_splits * 9 * 64 * 130 * (sliding.num_splits > 1)
     for rows in range(1, 10):
         verify = plan(8, 8192, rows=rows)
         assert verify.tokens + verify.extra >= rows

@@ -102,7 +102,9 @@ def test_bad_arguments_are_named(name: str, change, error: type[Exception], mess
      ({"max_query_len": 2}, "max_query_len is 2 and a sequence has 3"), ({"max_query_len": -1}, "max_query_len is -1"),
      ({"max_kv_len": 33}, "block_table has 2 pages of 16 tokens a sequence; max_kv_len 33 needs 3"),
      ({"kv_scales": (1.0, 1.0)}, "expected None"),
-     ({"max_kv_len": 4}, "max_kv_len is 4 and a sequence has 5"), ({"max_kv_len": 8.0}, "max_kv_len is 8.0")],
+     ({"max_kv_len": 4}, "max_kv_len is 4 and a sequence has 5"), ({"max_kv_len": 8.0}, "max_kv_len is 8.0"),
+     ({"decode_query_len": 10}, "decode_query_len is 10; expected 1 to 9"),
+     ({"decode_query_len": 0}, "decode_query_len is 0")],
 )  # fmt: skip
 def test_bad_options_are_named(options: dict, message: str) -> None:
     batch = batch_for_errors()

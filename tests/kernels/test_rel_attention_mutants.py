@@ -66,6 +66,7 @@ BROKEN = [
     ("a split tile dropped", DECODE, "// BLOCK_N + SPLITS - 1) // SPLITS * BLOCK_N", "// BLOCK_N) // SPLITS * BLOCK_N"),
     ("splits not weighted", DECODE, "part * new[:, None]", "part"),
     ("split totals not weighted", DECODE, "part_total * new", "part_total"),
+    ("partial results of all sequences in one place", DECODE, "num_programs(2) + seq)", "num_programs(2) + 0 * seq)"),
     ("one split not combined", DECODE, "for split in range(used)", "for split in range(1, used)"),
     ("bias of the ninth row lost", TILE, "tl.dot(r_extra, p_wide,", "tl.dot(r_extra * 0, p_wide,"),
     ("ninth row's bias at the first's", TILE, "first + TOKENS, key", "first, key"),

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from small_checkpoint import small_config, small_tokenizer
@@ -57,7 +58,8 @@ SPECIAL = tuple(
 def write_random(
     folder: Path, config: InklingConfig, tokenizer: Tokenizer, follows: Mapping[int, int] | None = None
 ) -> Path:
-    """A checkpoint of random weights. `follows` makes greedy decoding continue a token with the one that it maps to."""
+    """A checkpoint of random weights, those of norms and scales too. With `follows` they are ones, and greedy decoding
+    continues a token with the one that it maps to."""
     generator = torch.Generator().manual_seed(11)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -67,7 +69,7 @@ def write_random(
     for spec in tensor_table(config):
         value = normal(*spec.shape) / spec.shape[-1] ** 0.5
         if "norm" in spec.name or "global_scale" in spec.name:
-            value = torch.ones(spec.shape)
+            value = torch.ones(spec.shape) if follows else torch.rand(spec.shape, generator=generator) + 0.5
         if follows and spec.name.endswith(("wo_ud.weight", "w2_md.weight", "shared_w2_weight", "experts.w2")):
             value *= 0.02
         found[spec.name] = ExpertWeight("bf16", value, layout=spec.layout) if spec.experts else value
@@ -81,14 +83,15 @@ def write_random(
     return folder
 
 
-def write_media(folder: Path) -> Path:
-    """Random weights with both towers, and the processor's configuration as released checkpoints have it."""
+def write_media(folder: Path, **changes: Any) -> Path:
+    """Random weights with both towers, and the processor's configuration as released checkpoints have it. `changes` are
+    those of the small configuration."""
     state = json.loads(small_tokenizer().to_str())
     state["model"]["vocab"] |= dict(MEDIA.values())
     tokenizer = Tokenizer.from_str(json.dumps(state))
     tokenizer.add_special_tokens([name for name, _ in MEDIA.values()])
     ids = {field: token for field, (_, token) in MEDIA.items()}
-    config = small_config(depths=0, towers=True, vocab_size=201_024, unpadded_vocab_size=200_058, **ids)
+    config = small_config(depths=0, towers=True, vocab_size=201_024, unpadded_vocab_size=200_058, **ids | changes)
     write_random(folder, config, tokenizer)
     (folder / "processor_config.json").write_text(json.dumps(PROCESSOR))
     return folder

@@ -19,9 +19,10 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from inkling_portable import engine
-from inkling_portable.cache import Cache, LayerState
+from inkling_portable.cache import Cache
 from inkling_portable.checkpoint import Checkpoint
 from inkling_portable.checkpoint_writer import write_checkpoint
+from inkling_portable.quantize import quantize_checkpoint
 from inkling_portable.weights import load_tensors
 
 FILE = "adapter_model.safetensors"
@@ -50,26 +51,43 @@ def test_an_image_and_a_sound(run_engine: Run, tmp_path: Path) -> None:
     assert len({tuple(row) for row in found}) == 3
 
 
-class Fp8Cache(Cache):
-    """This package's cache with fp8 pages of scale 1."""
+# Of the first layer's keys and values; so small that many saturate.
+SCALES = (0.002, 0.004)
 
-    def _layer(self, *arguments: Any) -> LayerState:
-        state, one = super()._layer(*arguments), torch.ones(1)
-        k, v = (pages.to(torch.float8_e4m3fn) for pages in (state.k_pages, state.v_pages))
-        return replace(state, k_pages=k, v_pages=v, kv_scales=(one, one))
+
+class Fp8Cache(Cache):
+    """This package's cache with fp8 pages; scales are `first` in the first layer and 1 in the others."""
+
+    first = (1.0, 1.0)
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        for index, state in enumerate(self.layers):
+            k, v = (pages.to(torch.float8_e4m3fn) for pages in (state.k_pages, state.v_pages))
+            scales = tuple(torch.tensor([scale]) for scale in ((1.0, 1.0) if index else self.first))
+            self.layers[index] = replace(state, k_pages=k, v_pages=v, kv_scales=scales)  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("in_torch")
-def test_an_fp8_cache(run_engine: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_fp8_cache(run_engine: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scales of the first layer stand in the checkpoint, under ModelOpt's and under the layer's name; others are 1."""
     long, *_, short = ragged(tiny)
     prompts = [long[:200], short]
     plain = expected(tiny, prompts, 12)
     monkeypatch.setattr(engine, "Cache", Fp8Cache)
+    unscaled = expected(tiny, prompts, 12)
+    monkeypatch.setattr(Fp8Cache, "first", SCALES)
     right = expected(tiny, prompts, 12)
-    assert right != plain, "the cache's rounding shows"
+    assert plain != unscaled != right, "the cache's rounding and its scales show"
+    calibrated = shutil.copytree(tiny, tmp_path / "calibrated")
+    names = ("model.llm.layers.0.attn.wk_dv.k_scale", "model.llm.layers.0.attn.v_scale")
+    save_file(
+        {name: torch.tensor(scale) for name, scale in zip(names, SCALES, strict=True)}, calibrated / "s.safetensors"
+    )
     steps = [{"prompts": prompts, "max_tokens": 12}]
-    result = run_engine(tiny, steps, engine={"kv_cache_dtype": "fp8", "block_size": 32})
+    result = run_engine(calibrated, steps, engine={"kv_cache_dtype": "fp8", "block_size": 32})
     assert tokens(result["steps"][0]) == right
+    assert re.search(r"fp8 cache of \d+ layers: 2 scales from the checkpoint, the others are 1", result["log"])
 
 
 def write_adapter(folder: Path, tiny: Path) -> tuple[Path, Path]:
@@ -125,12 +143,21 @@ def test_a_lora_adapter(run_engine: Run, tiny: Path, tmp_path: Path) -> None:
 
 def test_what_cannot_be_served_is_refused_before_weights_are_read(run_engine: Run, tiny: Path, tmp_path: Path) -> None:
     """Each error names the flag and what to use; those that vLLM finds itself name it too."""
-    unknown = tmp_path / "unknown"
-    shutil.copytree(tiny, unknown)
-    raw = json.loads((unknown / "config.json").read_text())
-    raw["quantization_config"] = {"quant_method": "quark", "export": {"kv_cache_group": []}, "global_quant_config": {
-        "weight": {"dtype": "int4", "group_size": 128}}}  # fmt: skip
-    (unknown / "config.json").write_text(json.dumps(raw))
+
+    def saying(name: str, quantization: dict[str, Any]) -> str:
+        """The model with another `quantization_config`."""
+        copied = shutil.copytree(tiny, tmp_path / name)
+        raw = json.loads((copied / "config.json").read_text()) | {"quantization_config": quantization}
+        (copied / "config.json").write_text(json.dumps(raw))
+        return str(copied)
+
+    weight = {"dtype": "int4", "group_size": 128}
+    unknown = {
+        "quant_method": "quark", "export": {"kv_cache_group": []}, "global_quant_config": {"weight": weight}
+    }  # fmt: skip
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
+    quantize_checkpoint(str(tiny), tmp_path / "mxfp4", "mxfp4")
+    mxfp4 = str(tmp_path / "mxfp4")
     drafts = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 3}}
     cases: list[tuple[dict[str, Any], str]] = [
         ({"attention_backend": "TRITON_ATTN"}, r"--attention-backend is TRITON_ATTN, but .* give CUSTOM"),
@@ -139,7 +166,15 @@ def test_what_cannot_be_served_is_refused_before_weights_are_read(run_engine: Ru
         ({"block_size": 8}, r"--block-size is 8, .* use a multiple of 16"),
         ({"moe_backend": "marlin"}, r"--moe-backend is marlin, .* use auto or one of .*aiter"),
         (drafts, r"num_speculative_tokens.* is 3|num_speculative_tokens:3"),
-        ({"model": str(unknown)}, r"has weights of \(dtype, group_size\) .'int4', 128.; expected .'fp4', 32."),
+        ({"quantization": "fp8"}, r"--quantization is fp8, .* leave the flag out: .* experts are in bf16"),
+        ({"quantization": "modelopt_fp4"}, r"Cannot find the config file for modelopt_fp4"),
+        ({"model": mxfp4, "quantization": "modelopt_fp4"}, r"quark.* does not match .* `quantization` argument"),
+        (
+            {"model": mxfp4, "quantization_config": {"moe": {"activation": "mxfp8"}}},
+            r"--quantization-config is given, .* use what the checkpoint holds",
+        ),
+        ({"model": saying("awq", awq)}, r"quant_method is 'awq'; expected ModelOpt NVFP4 .* or Quark MXFP4"),
+        ({"model": saying("int4", unknown)}, r"has weights of \(dtype, group_size\) .'int4', 128.; expected .'fp4'"),
     ]
     result = run_engine(tiny, [], refused=[arguments for arguments, _ in cases])
     for (arguments, pattern), said in zip(cases, result["refused"], strict=True):

@@ -17,7 +17,11 @@ from vllm.plugins import load_plugins_by_group
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends import registry
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.core.kv_cache_planning import unify_kv_cache_spec_page_size
+
+try:
+    from vllm.v1.core.kv_cache_planning import unify_kv_cache_spec_page_size
+except ImportError:  # up to vLLM 0.32
+    from vllm.v1.core.kv_cache_utils import unify_kv_cache_spec_page_size
 
 from inkling_kernels.target import Target
 from inkling_portable.config import preset
@@ -144,8 +148,9 @@ def config(**changes: Any) -> Any:
     fields: dict[str, Any] = {
         "block_size": 16, "cache_dtype": "auto", "backend": None, "backend_per_kind": {}, "moe_backend": "auto",
         "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1, "enable_eplb": False,
-        "decode_context_parallel_size": 1, "enable_expert_parallel": False, "speculative": None,
-        "dtype": torch.bfloat16, "max_model_len": 512,
+        "eplb_config": types.SimpleNamespace(num_redundant_experts=0), "enable_elastic_ep": False, "quantization": None,
+        "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, "enable_expert_parallel": False,
+        "speculative": None, "dtype": torch.bfloat16, "max_model_len": 512,
     }  # fmt: skip
     space = types.SimpleNamespace(**(fields | changes))
     return types.SimpleNamespace(
@@ -168,11 +173,19 @@ def test_the_class_becomes_the_model_of_the_policy(arch: str, ours: bool, monkey
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"dtype": torch.float16}, r"--dtype is float16, .* use bfloat16 \(float16 overflows in Inkling\)"),
+        ({"quantization": "fp8"}, "--quantization is fp8, .* leave the flag out: the checkpoint's experts are in bf16"),
+        ({"quantization_config": {"moe": {}}}, "--quantization-config is given, .* use what the checkpoint holds"),
         ({"cache_dtype": "int8"}, "--kv-cache-dtype is int8, .* use auto or fp8"),
         ({"block_size": 24}, "--block-size is 24, .* use a multiple of 16"),
-        ({"enable_eplb": True}, "--enable-eplb is True"),
+        (
+            {"enable_eplb": True, "tensor_parallel_size": 6},
+            r"--eplb-config\.num_redundant_experts is 0, .* use 2, so that 6 ranks hold equally many of 256 experts",
+        ),
+        ({"enable_eplb": True, "enable_elastic_ep": True}, "--enable-elastic-ep is True, .* use --enable-eplb without"),
         ({"enable_expert_parallel": True, "data_parallel_size": 2}, "--data-parallel-size is 2"),
         ({"decode_context_parallel_size": 2}, "--decode-context-parallel-size is 2, .* use --tensor-parallel-size"),
+        ({"prefill_context_parallel_size": 2}, "--prefill-context-parallel-size is 2, .* use --tensor-parallel-size"),
         (
             {"speculative": types.SimpleNamespace(method="mtp", num_speculative_tokens=9)},
             "num_speculative_tokens is 9, .* use at most 8, the model's multi-token-prediction depths",
@@ -187,14 +200,10 @@ def test_the_class_becomes_the_model_of_the_policy(arch: str, ours: bool, monkey
     ],
 )
 def test_what_the_model_does_not_serve_is_refused(changes: dict[str, Any], message: str) -> None:
-    options.check(config(), preset("inkling"), torch.bfloat16)
+    given = config(**changes)
+    options.check(config(), config().model_config, preset("inkling"))
     with pytest.raises(ValueError, match=message):
-        options.check(config(**changes), preset("inkling"), torch.bfloat16)
-
-
-def test_float16_overflows() -> None:
-    with pytest.raises(ValueError, match=r"--dtype is float16, .* use bfloat16 \(float16 overflows in Inkling\)"):
-        options.check(config(), preset("inkling"), torch.float16)
+        options.check(given, given.model_config, preset("inkling"))
 
 
 def test_the_moe_backend_is_a_row_of_the_table() -> None:
@@ -248,6 +257,37 @@ def test_pages_of_every_kind_can_be_made_equal(name: str, size: int, block: int)
         assert spec.block_size % specs[prefix].block_size == 0
 
 
+def fp8_caches() -> dict[int, LayerCaches]:
+    """Two layers of a model of five and its first prediction depth, all but the second layer's in fp8."""
+    vllm_config = config()
+    found = {index: caches("inkling-small", 8, index, vllm_config) for index in (0, 3, 5)}
+    for index in (0, 5):
+        found[index].kv_scales = (torch.ones(1), torch.ones(1))
+    return found
+
+
+def test_calibrated_scales_reach_their_layers(said: list[str]) -> None:
+    """Under the names that calibration gives them; those of other stages and of caches in bf16 are passed over."""
+    stored = {
+        "model.llm.layers.0.attn.wk_dv.k_scale": 0.5, "model.language_model.layers.0.self_attn.v_proj.v_scale": 0.25,
+        "model.layers.3.self_attn.k_scale": 7.0, "model.layers.4.self_attn.k_scale": 7.0,
+        "model.mtp.layers.0.transformer_block.attn.v_scale": 0.125,
+    }  # fmt: skip
+    stream = [(name, torch.tensor(scale)) for name, scale in stored.items()]
+    other = [("model.llm.layers.0.attn.wk_dv.weight", torch.ones(1)), ("model.layers.0.mlp.k_scale", torch.ones(1))]
+    held = fp8_caches()
+    assert list(state.without_scales([*stream, *other], held, 5)) == other
+    found = {index: [float(scale) for scale in one.kv_scales or ()] for index, one in held.items()}
+    assert found == {0: [0.5, 0.25], 3: [], 5: [1, 0.125]}
+    assert said == ["fp8 cache of 2 layers: 3 scales from the checkpoint, the others are 1"]
+
+
+@pytest.mark.parametrize("value", [[0.0], [-1.0], [float("inf")], [float("nan")], [1.0, 1.0]])
+def test_a_scale_that_is_none(value: list[float]) -> None:
+    with pytest.raises(ValueError, match=r"layers\.0\.attn\.k_scale is .*; expected one positive number"):
+        list(state.without_scales([("llm.layers.0.attn.k_scale", torch.tensor(value))], fp8_caches(), 5))
+
+
 def test_a_name_is_taken_once() -> None:
     vllm_config = config()
     caches("inkling", 1, 0, vllm_config)
@@ -291,7 +331,7 @@ def test_padding_of_a_replayed_graph_reaches_the_model_as_such() -> None:
     assert built.cu_seqlens.data_ptr() == starts.data_ptr()
     assert built.kv_lens.data_ptr() == lengths.data_ptr()
     assert built.table.shape == (4, 6)
-    assert (built.max_query_len, built.max_kv_len) == (1, 9)
+    assert (built.max_query_len, built.max_kv_len, built.decode_query_len) == (1, 9, 1)
     assert builder.build_for_cudagraph_capture(common).max_kv_len == 512
     one = caches("inkling-small", 8, 0, config())
     one.kv.bind_kv_cache(torch.zeros(5, one.spec.num_kv_heads, 16, 2 * one.spec.head_dim))

@@ -3,7 +3,8 @@
 
 vLLM chooses its runner by whether Triton has an active driver, so one that is active stands in. The C++ extension that
 a CUDA wheel cannot load on a CPU is asked for one function, which does nothing here; that of torchvision, which
-Transformers' image processors resize with, must have two for the package to be imported.
+Transformers' image processors resize with, must have two for the package to be imported. The interpreter has nothing
+for CUDA's `libdevice`: what kernels of vLLM take from it is computed by `triton.language`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ def activate() -> str:
     os.environ["TRITON_INTERPRET"] = "1"
     import torch
     import triton.backends
+    import triton.language as tl
+    from triton.language.extra import libdevice
 
     native = torch.library.Library("_C", "FRAGMENT")
     native.define("init_cpu_memory_env(int[] nodes) -> ()")
@@ -32,6 +35,10 @@ def activate() -> str:
     LIBRARIES.extend([native, vision])
     active = types.SimpleNamespace(is_active=lambda: True)
     triton.backends.backends["inkling_test"] = types.SimpleNamespace(driver=active, compiler=None)
+    # Looked up when they are called: for a launch, the interpreter puts its own functions into `tl`.
+    libdevice.exp = lambda x: tl.exp(x)
+    libdevice.erf = lambda x: tl.erf(x)
+    libdevice.log1p = lambda x: tl.log(1 + x)
     return "inkling_cpu_platform.CpuWithWheel"
 
 
