@@ -50,14 +50,14 @@ class RelAttentionConfig:
     def shared_bytes(self, target: Target, group: int, head_dim: int, itemsize: int) -> int:
         """Shared memory that a program needs at most: measured for the cases that are compiled, 0 to 25 % above them.
 
-        Matrix units that read shared memory hold q and r there too. Others hold them in registers, which they reach
+        Matrix units that read shared memory hold q and r there too, as do exact float32 products. Others hold them in registers, which they reach
         through shared memory before the loop. AMD's pipeline keeps the last stage in registers, except gfx950's
         asynchronous copies.
         """
         tokens, rows = self.tile(group)
         wide, keys = 16 * tokens, self.block_n * (2 * head_dim + 16 * tokens)
         resident, stages = rows * (head_dim + wide), self.num_stages
-        if {"wgmma", "tcgen05"} & target.capabilities:
+        if {"wgmma", "tcgen05"} & target.capabilities or (target.vendor == "cuda" and itemsize == 4):
             return (resident + stages * keys) * itemsize + 2048
         if target.vendor != "cuda" and "mfma_scale" not in target.capabilities:
             return (max(rows * wide, max(1, stages - 1) * keys) + rows * self.block_n) * itemsize
