@@ -50,9 +50,9 @@ class RelAttentionConfig:
     def shared_bytes(self, target: Target, group: int, head_dim: int, itemsize: int) -> int:
         """Shared memory that a program needs at most: measured for the cases that are compiled, 0 to 25 % above them.
 
-        Matrix units that read shared memory hold q and r there too, as do exact float32 products. Others hold them in registers, which they reach
-        through shared memory before the loop. AMD's pipeline keeps the last stage in registers, except gfx950's
-        asynchronous copies.
+        Matrix units that read shared memory hold q and r there too, as do exact float32 products on NVIDIA. Others hold
+        them in registers, which they reach through shared memory before the loop. AMD's pipeline keeps the last stage
+        in registers, except gfx950's asynchronous copies.
         """
         tokens, rows = self.tile(group)
         wide, keys = 16 * tokens, self.block_n * (2 * head_dim + 16 * tokens)
