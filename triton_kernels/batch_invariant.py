@@ -9,8 +9,8 @@ prompt can give another token at temperature 0 when it has neighbours. Here tile
 * `moe_experts`: the tile shape of small batches for all.
 
 The other kernels take a row's sums in an order that follows from its length alone. Rows must still come to the same
-kernel every time: whoever makes batches gives a constant `max_query_len` for steps of generated tokens and None for
-steps of prompts, and does not mix the two (see `inkling_portable.engine`).
+kernel every time: whoever makes batches gives a constant `max_query_len` for steps of generated tokens, None for steps
+of prompts and no `decode_query_len`, and does not mix the two (see `inkling_portable.engine`).
 """
 
 from __future__ import annotations
